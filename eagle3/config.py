@@ -1,0 +1,130 @@
+"""The whole configuration: one section per stage, checked before anything runs.
+
+No stage imports this module; each sees only its own sections (`eagle3.stages`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from eagle3.acceptance import AcceptanceSettings
+from eagle3.dataset import DatasetSettings
+from eagle3.draft.settings import DraftSettings
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.errors import Eagle3Error
+from eagle3.export import ExportSettings
+from eagle3.hidden_states.settings import HiddenStatesSettings
+from eagle3.prompts import PromptsSettings
+from eagle3.responses import ResponsesSettings
+from eagle3.samples import SamplesSettings
+from eagle3.settings import Settings
+from eagle3.target import TargetSettings
+from eagle3.vocabulary import VocabularySettings
+
+# Sections whose `seed` follows the top-level one unless they set their own.
+_SEEDED = ("prompts", "responses", "dataset", "draft")
+
+
+class Config(Settings):
+    """Everything a user can set."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the folder under `results/`."""
+    seed: int = 0
+    """Seed of every random choice."""
+    target: TargetSettings = TargetSettings()
+    engine: EngineSettings = EngineSettings()
+    prompts: PromptsSettings
+    responses: ResponsesSettings = ResponsesSettings()
+    samples: SamplesSettings = SamplesSettings()
+    dataset: DatasetSettings = DatasetSettings()
+    vocabulary: VocabularySettings = VocabularySettings()
+    hidden_states: HiddenStatesSettings = HiddenStatesSettings()
+    draft: DraftSettings = DraftSettings()
+    export: ExportSettings = ExportSettings()
+    acceptance: AcceptanceSettings = AcceptanceSettings()
+    machine: MachineSettings = MachineSettings()
+
+
+def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Config:
+    """Check raw values and fill in defaults.
+
+    Args:
+        values: as read from YAML, or Snakemake's merged `config`.
+        origin: named in errors.
+
+    Raises:
+        Eagle3Error: unknown key (with the nearest valid one), wrong type or value; names the key.
+    """
+    seeded = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for section in _SEEDED:
+        part = seeded.setdefault(section, {})
+        if isinstance(part, dict):
+            part.setdefault("seed", seeded.get("seed", 0))
+    try:
+        return Config.model_validate(seeded)
+    except ValidationError as error:
+        raise _explain(error.errors()[0], origin) from None
+
+
+def load(paths: Sequence[Path]) -> Config:
+    """Read one or more YAML files; later files override earlier ones, section by section."""
+    merged: dict[str, Any] = {}
+    for path in paths:
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise Eagle3Error("a configuration file cannot be read", where=path, found=error) from None
+        if not isinstance(values, dict):
+            raise Eagle3Error("a configuration file holds no settings", where=path, expected="a YAML mapping")
+        merge(merged, values)
+    return resolve(merged, ", ".join(map(str, paths)))
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Override `base` in place, mapping by mapping, as Snakemake does with several config files."""
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _explain(error: ErrorDetails, origin: str) -> Eagle3Error:
+    *parents, key = (str(part) for part in error["loc"])
+    where = f"{origin}, key `{'.'.join([*parents, key])}`"
+    if error["type"] != "extra_forbidden":
+        return Eagle3Error(
+            "a setting is not valid",
+            where=where,
+            found=repr(error.get("input")),
+            expected=error["msg"],
+            remedy="see config/README.md for every setting",
+        )
+    valid = _keys(parents)
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+    return Eagle3Error(
+        "the configuration has an unknown key",
+        where=where,
+        expected=f"one of {', '.join(valid)}",
+        remedy=f"did you mean `{near[0]}`?" if near else "see config/README.md for every setting",
+    )
+
+
+def _keys(parents: Sequence[str]) -> list[str]:
+    """Return the valid keys of the section that `parents` names."""
+    model: Any = Config
+    for parent in parents:
+        if parent.isdigit():
+            continue
+        annotation = model.model_fields[parent].annotation
+        arguments = getattr(annotation, "__args__", ())
+        model = annotation if hasattr(annotation, "model_fields") else arguments[0]
+    return sorted(model.model_fields)

@@ -1,0 +1,1 @@
+"""The draft model: its network, its objective, its data and its training."""

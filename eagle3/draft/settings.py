@@ -1,0 +1,48 @@
+"""Settings of the draft model and its training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from eagle3.settings import Settings
+
+
+class DraftSettings(Settings):
+    """The network, the objective and the optimiser."""
+
+    intermediate_size: int | None = None
+    """Width of the draft's MLP; null takes the target's."""
+    num_attention_heads: int | None = None
+    """null takes the target's; likewise the number of key-value heads."""
+    num_key_value_heads: int | None = None
+    fc_norm: bool = False
+    """EAGLE-3.1: one RMSNorm per auxiliary state before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed the normed output to the next step."""
+    norm_before_residual: bool = False
+    """Portable drafts keep this off: SGLang does not know it."""
+    unroll: int = Field(default=7, ge=1)
+    """Steps of training-time test (T)."""
+    decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of step t is decay^t."""
+    sampled_unroll: bool = False
+    """Compute step t on a random share decay^t of the positions with weight 1: same expectation, about half the cost."""
+    loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
+    """`kl`: forward KL to the target on the draft vocabulary; `lk_*`: acceptance losses (arXiv 2602.23881)."""
+    epochs: int = Field(default=1, ge=1)
+    batch_tokens: int = Field(default=8192, ge=16)
+    """Tokens of one packed row; longer samples get a row of their own."""
+    accumulate: int = Field(default=1, ge=1)
+    """Rows per optimiser step (over all GPUs)."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup: float = Field(default=0.015, ge=0, lt=1)
+    """Share of the steps with a rising learning rate; then cosine to 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    checkpoint_every: int = Field(default=500, ge=1)
+    """Optimiser steps between checkpoints."""
+    evaluate_every: int = Field(default=500, ge=1)
+    """Optimiser steps between evaluations on the held-out split."""
+    seed: int = 0

@@ -1,0 +1,119 @@
+"""One interface to whatever runs the target model.
+
+Every engine takes token ids or messages and gives token ids back: text is never rendered twice. Results are matched
+to requests by what they hold (ids of the request, token ids), never by order, time or count.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from eagle3.engines.settings import EngineSettings, MachineSettings
+    from eagle3.target import Target
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; `temperature` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One turn to generate: the conversation so far, ending in a user (or tool) message."""
+
+    id: str
+    messages: list[Message]
+    seed: int
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the engine produced for one request, token-exact.
+
+    `message` is the assistant message as history wants it (content, reasoning, tool_calls). `error` is set when the
+    request failed for good; then the ids are empty.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str
+    message: Message
+    raw: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hidden states of one token sequence.
+
+    `states` is [n, L, H]: for each layer id i, ascending, the residual stream *entering* layer i; the last one
+    (i = number of layers) is the output of the last layer before the final norm. `next_token` is the engine's
+    own greedy token after the sequence: the teacher check compares it with argmax(lm_head(norm(states[-1, -1]))).
+    """
+
+    token_ids: list[int]
+    states: torch.Tensor
+    next_token: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serving a set of prompts gave, with or without a draft.
+
+    `accepted` counts, for each draft position, the drafts that the target kept; all are 0 without a draft.
+    """
+
+    token_ids: dict[str, list[int]]
+    """Request id -> generated ids."""
+    drafts: dict[str, int]
+    """Request id -> verification steps with a draft."""
+    accepted: dict[str, list[int]]
+    """Request id -> accepted drafts by position (length k)."""
+    seconds: float
+
+
+class Engine(AbstractContextManager["Engine"], Protocol):
+    """What every engine offers."""
+
+    name: str
+    versions: dict[str, str]
+    batch_size: int | None
+    """Requests that are computed together, so that their rounding depends on each other; None: independent."""
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
+        """Generate one turn for every request, in any order."""
+
+    def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
+        """Capture the hidden states of every sequence, in any order."""
+
+    def serve(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int
+    ) -> Served:
+        """Answer every request, with `draft` (an exported folder) proposing `k` tokens a step if given."""
+
+
+def open_engine(settings: EngineSettings, machine: MachineSettings, target: Target) -> Engine:
+    """Return the configured engine, as a context manager.
+
+    The module is imported by name so that an edit of one engine does not count for artifacts of another.
+    """
+    module = importlib.import_module(f"eagle3.engines.{settings.name}")
+    engine: Engine = module.open_engine(settings, machine, target)
+    return engine

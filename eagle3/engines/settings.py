@@ -1,0 +1,34 @@
+"""Settings of the engine that runs the target model, and of the machine it runs on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from eagle3.settings import Settings
+
+EngineName = Literal["transformers", "vllm", "openai"]
+
+
+class EngineSettings(Settings):
+    """What decides the tokens and hidden states that the engine returns; part of the artifacts' keys."""
+
+    name: EngineName = "transformers"
+    """`transformers` runs in process on any device; `vllm` is managed by us or already running elsewhere;
+    `openai` is any compatible endpoint (responses only)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute type of the target. `auto`: the checkpoint's type on a GPU and on CPUs with bf16 units, else float32."""
+    batch_size: int = Field(default=32, ge=1)
+    """Sequences that the embedded engine runs at a time. Rounding depends on it, so it is part of the key."""
+
+
+class MachineSettings(Settings):
+    """How fast and where things run; never part of a key, so changing it reruns nothing."""
+
+    device: str = "auto"
+    """`auto`: the first CUDA device, then Apple's, then the CPU; or a torch device name."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that a rule with an engine, or the training, claims."""
+    threads: int = Field(default=2, ge=1)
+    """CPU threads for a compute-heavy job."""

@@ -1,0 +1,36 @@
+"""The one exception for everything that a user can mend.
+
+Every message answers four questions: where is the fault, what was found, what was expected, what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class Eagle3Error(Exception):
+    """A fault in the input, the settings or an artifact; the command ends with exit code 1.
+
+    Args:
+        problem: one sentence that says what is wrong.
+        where: the file, and the line, sample or key in it.
+        found: what was there.
+        expected: what should have been there.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str | Path | None = None,
+        found: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.problem = problem
+        lines = [problem]
+        for label, value in (("where", where), ("found", found), ("expected", expected), ("remedy", remedy)):
+            if value is not None:
+                lines.append(f"  {label + ':':<10}{value}")
+        super().__init__("\n".join(lines))
