@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from pydantic import Field
 
 from eagle3.settings import Settings
@@ -16,3 +20,58 @@ class AcceptanceSettings(Settings):
     """Held-out prompts that are served, spread over the sources."""
     max_tokens: int = Field(default=96, ge=1)
     """Tokens served per prompt."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafting gave for one generation.
+
+    Attributes:
+        source: where its prompt came from.
+        steps: verification steps in which the draft proposed tokens.
+        accepted: for each draft position 0..k-1, in how many steps the draft there was kept. A draft is kept only
+            if all before it in the step were, so the numbers never rise.
+    """
+
+    source: str
+    steps: int
+    accepted: Sequence[int]
+
+
+def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:
+    """Return the figures over all generations, and under `per_source` those of each source.
+
+    Sums are divided by sums, never means averaged. `per_position` is conditional: of the steps in which all drafts
+    before position i were kept, the share that also kept position i. Where there is nothing to divide by the
+    figure is None.
+
+    Args:
+        drafted: one entry per generation.
+        drafts: drafts per step (k).
+    """
+    entries = list(drafted)
+    sources = sorted({entry.source for entry in entries})
+    return {
+        "drafts": drafts,
+        **_figures(entries, drafts),
+        "per_source": {
+            source: _figures([entry for entry in entries if entry.source == source], drafts)
+            for source in sources
+        },
+    }
+
+
+def _figures(entries: Sequence[Drafted], drafts: int) -> dict[str, Any]:
+    steps = sum(entry.steps for entry in entries)
+    accepted = [sum(entry.accepted[position] for entry in entries) for position in range(drafts)]
+    reached = [steps, *accepted]
+    return {
+        "generations": len(entries),
+        "steps": steps,
+        "accepted": accepted,
+        "acceptance_length": 1 + sum(accepted) / steps if steps else None,
+        "per_position": [
+            accepted[position] / reached[position] if reached[position] else None
+            for position in range(drafts)
+        ],
+    }
