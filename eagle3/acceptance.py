@@ -29,8 +29,8 @@ class Drafted:
     Attributes:
         source: where its prompt came from.
         steps: verification steps in which the draft proposed tokens.
-        accepted: for each draft position 0..k-1, in how many steps the draft there was kept. A draft is kept only
-            if all before it in the step were, so the numbers never rise.
+        accepted: for each draft position 0..k-1, in how many steps the draft there was kept. A draft is kept
+            only if all before it in the step were, so the numbers never rise.
     """
 
     source: str
@@ -41,9 +41,9 @@ class Drafted:
 def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:
     """Return the figures over all generations, and under `per_source` those of each source.
 
-    Sums are divided by sums, never means averaged. `per_position` is conditional: of the steps in which all drafts
-    before position i were kept, the share that also kept position i. Where there is nothing to divide by the
-    figure is None.
+    Sums are divided by sums, never means averaged. `per_position` is conditional: of the steps in which all
+    drafts before position i were kept, the share that also kept position i. Where there is nothing to divide by
+    the figure is None.
 
     Args:
         drafted: one entry per generation.
