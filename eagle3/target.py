@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3.errors import Eagle3Error
 from eagle3.records import read_json
 from eagle3.settings import Settings
 
 if TYPE_CHECKING:
     import torch
+
+# Where the text model's tensors live: plain causal models, `kimi_k25`, and other multimodal models.
+_MODEL_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+_HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 
 
 class TargetSettings(Settings):
@@ -85,3 +92,99 @@ def load_target(pin: Path) -> Target:
         config=value["config"],
         trust_remote_code=value["trust_remote_code"],
     )
+
+
+def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
+    """Pin the target: write `target.json`, and for the demo the model itself under `model/`.
+
+    How a target is fetched stands in `eagle3.pin`, imported by name: every stage imports this module, and an edit
+    there must not count for their artifacts.
+
+    Returns:
+        counts for the summary.
+
+    Raises:
+        Eagle3Error: the model cannot be found, fetched or used.
+    """
+    counts: dict[str, Any] = importlib.import_module("eagle3.pin").make(settings, folder)
+    return counts
+
+
+def head_weights(target: Target) -> HeadWeights:
+    """Read embedding, final norm and lm_head from the target's safetensors files, and nothing else.
+
+    Raises:
+        Eagle3Error: a tensor is missing, has another shape than the config says, or is quantised.
+    """
+    files = tensor_files(target.path)
+    V, H = target.vocab_size, target.hidden_size
+    embedding = _read(
+        files, [prefix + "embed_tokens.weight" for prefix in _MODEL_PREFIXES], (V, H), target.path
+    )
+    norm = _read(files, [prefix + "norm.weight" for prefix in _MODEL_PREFIXES], (H,), target.path)
+    head_names = [prefix + "lm_head.weight" for prefix in _HEAD_PREFIXES]
+    # Configs that leave the key out belong to models whose class ties by default, or that store a head.
+    tied = target.config.get("tie_word_embeddings", not any(name in files for name in head_names))
+    lm_head = embedding if tied else _read(files, head_names, (V, H), target.path)
+    return HeadWeights(embedding, norm, lm_head, float(target.config["rms_norm_eps"]))
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> file for a folder of safetensors, sharded or not.
+
+    Raises:
+        Eagle3Error: there are no safetensors, or the index names a missing file.
+    """
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                raise Eagle3Error(
+                    "a weight file of the target is missing",
+                    where=path,
+                    expected=f"every file that {index.name} names",
+                    remedy="complete the download of the model",
+                )
+        return files
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise Eagle3Error(
+            "the target has no safetensors weights",
+            where=folder,
+            found=", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "no weights",
+            remedy="convert it: load it with transformers and call save_pretrained()",
+        )
+    names: dict[str, Path] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            names.update(dict.fromkeys(file.keys(), path))
+    return names
+
+
+def _read(files: dict[str, Path], names: Sequence[str], shape: tuple[int, ...], folder: Path) -> torch.Tensor:
+    """Read the first of `names` that is there; compare its shape and dtype with what is wanted."""
+    import torch
+    from safetensors import safe_open
+
+    name = next((name for name in names if name in files), None)
+    if name is None:
+        raise Eagle3Error(
+            f"the target has no {names[0]}",
+            where=folder,
+            expected=f"one of {', '.join(names)}",
+            remedy="use a causal language model with its lm_head, as published",
+        )
+    with safe_open(files[name], framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    if tuple(tensor.shape) != shape or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Eagle3Error(
+            f"the target's {name} is not what its config says, or it is quantised",
+            where=files[name],
+            found=f"{list(tensor.shape)} {tensor.dtype}",
+            expected=f"{list(shape)} in bfloat16, float16 or float32",
+            remedy="use a checkpoint whose embedding, final norm and lm_head are not quantised",
+        )
+    return tensor
