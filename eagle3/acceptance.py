@@ -42,8 +42,8 @@ def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:
     """Return the figures over all generations, and under `per_source` those of each source.
 
     Sums are divided by sums, never means averaged. `per_position` is conditional: of the steps in which all
-    drafts before position i were kept, the share that also kept position i. Where there is nothing to divide by
-    the figure is None.
+    drafts before position i were kept, the share that also kept position i. Where nothing is to be divided
+    by, the figure is None.
 
     Args:
         drafted: one entry per generation.

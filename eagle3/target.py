@@ -97,8 +97,8 @@ def load_target(pin: Path) -> Target:
 def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
     """Pin the target: write `target.json`, and for the demo the model itself under `model/`.
 
-    How a target is fetched stands in `eagle3.pin`, imported by name: every stage imports this module, and an edit
-    there must not count for their artifacts.
+    How a target is fetched stands in `eagle3.pin`, imported by name: every stage imports this module, and an
+    edit there must not count for their artifacts.
 
     Returns:
         counts for the summary.
