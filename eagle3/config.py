@@ -71,7 +71,9 @@ def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Con
     try:
         return Config.model_validate(seeded)
     except ValidationError as error:
-        raise _explain(error.errors()[0], origin) from None
+        # An unknown key is often the cause of a missing one.
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+        raise _explain(faults[0], origin) from None
 
 
 def load(paths: Sequence[Path]) -> Config:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-console = Console(stderr=True, highlight=False)
+_consoles = [Console(stderr=True, highlight=False)]
+
+
+def log_to(path: Path) -> None:
+    """Also write every message and table to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _consoles.append(Console(file=path.open("w", encoding="utf-8"), highlight=False, width=120))
 
 
 def progress(total: int | None, title: str, unit: str) -> tqdm[Any]:
@@ -36,7 +43,14 @@ def progress(total: int | None, title: str, unit: str) -> tqdm[Any]:
 
 def say(message: str) -> None:
     """Print one line for the user."""
-    console.print(message, markup=False)
+    for console in _consoles:
+        console.print(message, markup=False, soft_wrap=True)
+
+
+def fail(message: str) -> None:
+    """Print an error."""
+    for console in _consoles:
+        console.print(message, markup=False, soft_wrap=True, style="bold red")
 
 
 def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] = ("", "")) -> None:
@@ -48,12 +62,22 @@ def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] 
         grid.add_column(heading, justify="right" if numeric else "left")
     for row in rows:
         grid.add_row(*(_cell(value) for value in row))
-    console.print(grid)
+    for console in _consoles:
+        console.print(grid)
 
 
 def summary(title: str, counts: Mapping[str, object]) -> None:
     """Print the counts of a finished stage as a two-column table; nested mappings are flattened."""
     table(title, list(_flatten(counts)))
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people: 4.6 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
 
 
 def _flatten(counts: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:

@@ -21,22 +21,24 @@ class Stage:
     """Modules whose import closure makes the artifact."""
     sections: tuple[str, ...]
     """Sections of the configuration that the stage sees, and that its key covers."""
+    machine: bool = False
+    """Whether it computes with a model, and so is told about the machine."""
 
 
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("target", ("eagle3.target",), ("target",)),
+        Stage("target", ("eagle3.pin",), ("target",)),
         Stage("prompts", ("eagle3.prompts",), ("prompts",)),
-        Stage("responses", ("eagle3.responses",), ("responses", "engine")),
+        Stage("responses", ("eagle3.responses",), ("responses", "engine"), machine=True),
         Stage("samples", ("eagle3.samples",), ("samples",)),
         Stage("dataset", ("eagle3.dataset",), ("dataset",)),
         Stage("vocabulary", ("eagle3.vocabulary",), ("vocabulary",)),
-        Stage("hidden_states", ("eagle3.hidden_states.capture",), ("hidden_states", "engine")),
-        Stage("draft", ("eagle3.draft.train",), ("draft",)),
+        Stage("hidden_states", ("eagle3.hidden_states.capture",), ("hidden_states", "engine"), machine=True),
+        Stage("draft", ("eagle3.draft.train",), ("draft",), machine=True),
         Stage("export", ("eagle3.export",), ("export",)),
-        Stage("acceptance_simulated", ("eagle3.simulated",), ("acceptance",)),
-        Stage("acceptance_served", ("eagle3.served",), ("acceptance", "engine")),
+        Stage("acceptance_simulated", ("eagle3.simulated",), ("acceptance",), machine=True),
+        Stage("acceptance_served", ("eagle3.served",), ("acceptance", "engine"), machine=True),
         Stage("report", ("eagle3.report",), ()),
     )
 }

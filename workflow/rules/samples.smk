@@ -1,0 +1,32 @@
+rule samples_part:
+    """Clean the responses of one part into token samples.
+
+    A sample holds id, conversation, source, turn, input_ids and spans [start, end) of what the target generated.
+    Wildcards: part.
+    """
+    input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        responses=rules.responses_part.output.shards,
+    output:
+        samples="<results>/samples/part-{part}/samples.jsonl.zst",
+        rejects="<results>/samples/part-{part}/rejects.jsonl.zst",
+        stats="<results>/samples/part-{part}/stats.json",
+        manifest="<results>/samples/part-{part}/manifest.json",
+    log:
+        "<logs>/samples/part-{part}.log",
+    resources:
+        mem_mb=2000,
+        runtime=60,
+    params:
+        recipe=FLOW.recipe("samples"),
+    shell:
+        "eagle3 --recipe {params.recipe:q} --log {log:q} samples"
+        " --target {input.target:q}"
+        " --output {output.manifest:q} {input.responses:q}"
+
+
+rule samples:
+    """Make the samples of all parts."""
+    input:
+        expand("<results>/samples/part-{part}/manifest.json", part=PARTS),
