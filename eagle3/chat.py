@@ -6,9 +6,9 @@ the prompt as rendered for generation, followed by the ids that the engine produ
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from eagle3.errors import Eagle3Error
@@ -69,8 +69,8 @@ class Chat:
             template_kwargs: arguments of the template, e.g. `enable_thinking`.
 
         Raises:
-            UnrenderableError: `special_token_in_text` if text would turn into a control token, `template_error`
-                if the template refuses the conversation.
+            UnrenderableError: `special_token_in_text` if text would turn into a control token,
+                `template_error` if the template refuses the conversation.
         """
         for message in messages:
             if message["role"] != "assistant" and (text := self._control_text(message["content"])):
@@ -90,8 +90,8 @@ class Chat:
     ) -> tuple[list[int] | None, list[int]]:
         """Divide generated ids into reasoning (None if none was begun) and content, without marks and end.
 
-        Reasoning may be opened by the prompt (the template ends in `<think>`) or by the first generated token.
-        If it was never closed, everything is reasoning.
+        Reasoning may be opened by the prompt (the template ends in `<think>`) or by the first generated
+        token. If it was never closed, everything is reasoning.
         """
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_ids:
@@ -158,7 +158,7 @@ def load_chat(target: Target) -> Chat:
     reasoning = _reasoning_ids(tokenizer)
     probe = Chat(tokenizer, frozenset(), control, frozenset(), reasoning)
     asking, finished = (_probe(probe, target, answered=answered) for answered in (False, True))
-    shared = len(os.path.commonprefix([asking, finished]))
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asking, finished, strict=False)))
     turn_ids = {id for id in (*asking, *finished) if id in control} - set(reasoning or ())
     # After the answer, the last control token closes the turn.
     stop_ids = eos_ids | set([id for id in finished[shared:] if id in turn_ids][-1:])
