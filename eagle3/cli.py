@@ -19,6 +19,7 @@ from eagle3.tools import app as tools
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="""Turn prompts and a target model into a verified EAGLE-3 draft model.
@@ -47,16 +48,19 @@ def common(
         list[Path] | None, typer.Option(help="Configuration file; repeat to override section by section.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="The stage's settings as JSON, as Snakemake gives them, instead of --config.")
+        str | None,
+        typer.Option(help="The stage's settings as JSON, as Snakemake gives them, instead of --config."),
     ] = None,
     machine: Annotated[str | None, typer.Option(help="Machine settings as JSON; never part of a key.")] = None,
     results: Annotated[Path, typer.Option(help="Folder with the artifact store.")] = Path("results"),
     log: Annotated[Path | None, typer.Option(help="Also write messages to this file.")] = None,
 ) -> None:
     """Options that every stage understands; they stand before the command."""
-    if log is not None:
+    # `eagle3 plan` hands in a class that notes the job instead of doing it.
+    if log is not None and context.obj is None:
         console.log_to(log)
-    context.obj = Job(config=config or [], recipe=recipe, machine=machine, results=results)
+    job = context.obj or Job
+    context.obj = job(config=config or [], recipe=recipe, machine=machine, results=results)
 
 
 @app.command(rich_help_panel=STAGES)
@@ -87,13 +91,22 @@ def responses(
 
 
 @app.command(rich_help_panel=STAGES)
-def samples(context: typer.Context, output: Output, target: TargetFile, responses: Annotated[list[Path], typer.Argument(help="Shards of raw responses.")]) -> None:
+def samples(
+    context: typer.Context,
+    output: Output,
+    target: TargetFile,
+    responses: Annotated[list[Path], typer.Argument(help="Shards of raw responses.")],
+) -> None:
     """Clean raw responses into token samples with spans; rejects keep their reason."""
     context.obj.produce("samples", output, {"target": target, "responses": responses})
 
 
 @app.command(rich_help_panel=STAGES)
-def dataset(context: typer.Context, output: Output, samples: Annotated[list[Path], typer.Argument(help="Samples of all parts.")]) -> None:
+def dataset(
+    context: typer.Context,
+    output: Output,
+    samples: Annotated[list[Path], typer.Argument(help="Samples of all parts.")],
+) -> None:
     """Merge all samples, shuffle them and hold out conversations for evaluation."""
     context.obj.produce("dataset", output, {"samples": samples})
 

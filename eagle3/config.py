@@ -100,8 +100,9 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _explain(error: ErrorDetails, origin: str) -> Eagle3Error:
-    *parents, key = (str(part) for part in error["loc"])
-    where = f"{origin}, key `{'.'.join([*parents, key])}`"
+    path = [str(part) for part in error["loc"]]
+    parents, key = path[:-1], path[-1]
+    where = f"{origin}, key `{'.'.join(path)}`"
     if error["type"] != "extra_forbidden":
         return Eagle3Error(
             "a setting is not valid",

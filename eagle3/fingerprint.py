@@ -63,7 +63,7 @@ def _module(path: Path) -> tuple[str, frozenset[str]]:
     return _parse(path, stat.st_mtime_ns, stat.st_size)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _parse(path: Path, _mtime_ns: int, _size: int) -> tuple[str, frozenset[str]]:
     """Return a module's own hash and the dotted names it may import from the package."""
     tree = ast.parse(path.read_bytes(), filename=str(path))

@@ -37,9 +37,7 @@ def unused(store: Store) -> list[Unused]:
         for entry in store.entries.glob("*/*")
         if (entry.parent.name, entry.name) not in used
     ]
-    rows += [
-        Unused(work, "work", _size(work)) for work in store.work.glob("*/*") if work.is_dir() and not _held(work)
-    ]
+    rows += [Unused(work, "work", _size(work)) for work in store.work.glob("*/*") if work.is_dir() and not _held(work)]
     return sorted(rows, key=lambda row: (-row.bytes, row.path))
 
 

@@ -40,7 +40,7 @@ class Job:
         sources: Sequence[Path] = (),
     ) -> None:
         """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if need be."""
-        settings = self._stage_settings(stage)
+        settings = self.settings(stage)
         sections = self._typed(settings, STAGES[stage].sections)
         if STAGES[stage].machine:
             sections.append(self._typed({"machine": self._machine_settings()}, ("machine",))[0])
@@ -56,7 +56,7 @@ class Job:
             stage,
             fingerprint=stage_fingerprint(stage, settings),
             settings=settings,
-            inputs={role: [paths] if isinstance(paths, Path) else paths for role, paths in inputs.items()},
+            inputs=by_role(inputs),
             sources=sources,
             output=output.parent,
             make=make,
@@ -64,7 +64,8 @@ class Job:
         )
         _tell(stage, output.parent, found, adopted=adopted)
 
-    def _stage_settings(self, stage: str) -> dict[str, Any]:
+    def settings(self, stage: str) -> dict[str, Any]:
+        """Return the settings that the stage sees, from the recipe or the configuration files."""
         recipe = self._recipe
         if recipe is None:
             if not self._config:
@@ -86,6 +87,11 @@ class Job:
         return [fields[section].annotation.model_validate(values[section]) for section in sections]  # type: ignore[union-attr]
 
 
+def by_role(inputs: Mapping[str, Path | Sequence[Path]]) -> dict[str, list[Path]]:
+    """Return every role's input files as a list."""
+    return {role: [paths] if isinstance(paths, Path) else list(paths) for role, paths in inputs.items()}
+
+
 def _versions() -> dict[str, str]:
     found = {}
     for name in _VERSIONS:
@@ -103,5 +109,6 @@ def _tell(stage: str, output: Path, manifest: Manifest, *, adopted: bool) -> Non
         return
     total = sum(file.bytes for file in manifest.files.values())
     console.summary(
-        f"{stage}: {output}", {**manifest.counts, "files": len(manifest.files), "bytes": total, "key": manifest.key}
+        f"{stage}: {output}",
+        {**manifest.counts, "files": len(manifest.files), "bytes": total, "key": manifest.key},
     )

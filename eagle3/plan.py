@@ -10,22 +10,24 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from eagle3 import manifest as manifests
 from eagle3.errors import Eagle3Error
+from eagle3.job import Job, by_role
 from eagle3.manifest import Manifest
 from eagle3.records import read_json
-from eagle3.stages import STAGES
+from eagle3.stages import STAGES, stage_fingerprint
 from eagle3.store import Store, content_key
 
 _COMMAND = "Shell command: eagle3 "
 # Lossless shards take 0.70 of bf16, measured on real states; fp8 takes one byte and a scale.
+_STATES = 4
+# Packed ids and text of one token in the record files, measured on the demo.
+_BYTES_PER_TOKEN_ID = 6
 _BYTES_PER_VALUE = {"lossless": 2 * 0.70, "fp8": 1.02}
 
 
@@ -34,8 +36,9 @@ class Command:
     """One job, as its command line says."""
 
     stage: str
-    recipe: dict[str, Any]
+    settings: dict[str, Any]
     inputs: dict[str, list[Path]]
+    sources: Sequence[Path]
     output: Path
 
 
@@ -59,7 +62,6 @@ class Plan:
     rows: list[Row]
     bytes: int
     free: int
-    notes: list[str] = field(default_factory=list)
 
 
 def make_plan(store: Store, arguments: Sequence[str]) -> Plan:
@@ -71,21 +73,36 @@ def make_plan(store: Store, arguments: Sequence[str]) -> Plan:
     commands = _commands(arguments)
     made: dict[Path, Manifest | None] = {}
     rows = {stage: Row(stage) for stage in STAGES}
-    waiting = commands
+    waiting = _commands(arguments)
+    commands = []
     while waiting:
-        folders = {command.output for command in waiting}
-        ready = [c for c in waiting if not any(_folder(file, folders) for files in c.inputs.values() for file in files)]
+        pending = {command.output for command in waiting}
+        ready = [command for command in waiting if not any(pending & set(file.parents) for file in _files(command))]
         for command in ready:
-            _decide(command, store, made, rows[command.stage])
-        waiting = [command for command in waiting if command not in ready]
-    notes = _estimate(commands, made, rows)
+            made[command.output] = _decide(command, store, made, rows[command.stage])
+        waiting = [command for command in waiting if command.output not in made]
+        commands += ready
+    _estimate(commands, made, rows)
     total = sum(row.bytes for row in rows.values())
     place = next(folder for folder in (store.results, *store.results.absolute().parents) if folder.exists())
-    return Plan([row for row in rows.values() if row.jobs], total, shutil.disk_usage(place).free, notes)
+    return Plan([row for row in rows.values() if row.jobs], total, shutil.disk_usage(place).free)
+
+
+def _files(command: Command) -> list[Path]:
+    return [file for files in command.inputs.values() for file in files]
 
 
 def _commands(arguments: Sequence[str]) -> list[Command]:
-    call = [sys.executable, "-m", "snakemake", "--dry-run", "--forceall", "--printshellcmds", "--nolock", *arguments]
+    call = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--dry-run",
+        "--forceall",
+        "--printshellcmds",
+        "--nolock",
+        *arguments,
+    ]
     run = subprocess.run(call, capture_output=True, text=True, check=False)
     if run.returncode:
         raise Eagle3Error("snakemake cannot build the workflow", found="\n" + (run.stderr + run.stdout)[-2000:])
@@ -94,22 +111,87 @@ def _commands(arguments: Sequence[str]) -> list[Command]:
 
 
 def _parse(words: list[str]) -> Command:
-    """Read one command line of a rule: global options, the stage, named inputs, output, further inputs."""
-    options: dict[str, str] = {}
-    loose: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word.startswith("--"):
-            options[word.removeprefix("--")] = next(rest)
-        else:
-            loose.append(word)
-    stage, *further = loose
-    recipe = orjson.loads(options.pop("recipe"))
-    output = Path(options.pop("output")).parent
-    inputs = {name: [Path(value)] for name, value in options.items() if name not in ("log", "machine")}
-    inputs[""] = [Path(name) for name in further]
-    return Command(stage.replace("-", "_"), recipe, inputs, output)
+    """Let the command line itself read a rule's command, and note what it would produce."""
+    from eagle3.cli import app
+
+    noted: list[Command] = []
+
+    class Note(Job):
+        def produce(
+            self,
+            stage: str,
+            output: Path,
+            inputs: Mapping[str, Path | Sequence[Path]],
+            sources: Sequence[Path] = (),
+        ) -> None:
+            noted.append(Command(stage, self.settings(stage), by_role(inputs), sources, output.parent))
+
+    app(words, obj=Note, standalone_mode=False)
+    return noted[0]
 
 
-def _folder(file: Path, folders: set[Path]) -> Path | None:
-    return next((folder for folder in file.parents if folder in folders), None)
+def _decide(command: Command, store: Store, made: Mapping[Path, Manifest | None], row: Row) -> Manifest | None:
+    """Count a job as up to date, adopted or to compute; return its manifest if the store has it."""
+    row.jobs += 1
+    hashes = {role: [_hash(file, made) for file in files] for role, files in sorted(command.inputs.items())}
+    found = None
+    if all(digest for digests in hashes.values() for digest in digests):
+        inputs = {role: {str(i): digest or "" for i, digest in enumerate(digests)} for role, digests in hashes.items()}
+        sources = {str(file): manifests.sha256(file) for file in command.sources}
+        fingerprint = stage_fingerprint(command.stage, command.settings)
+        found = store.find(command.stage, content_key(command.stage, fingerprint, command.settings, inputs, sources))
+    if found is None:
+        row.computed += 1
+    elif (command.output / manifests.NAME).is_file() and manifests.read(command.output).key == found.key:
+        row.up_to_date += 1
+    else:
+        row.adopted += 1
+    return found
+
+
+def _hash(file: Path, made: Mapping[Path, Manifest | None]) -> str | None:
+    """Return the hash that an input will have, or None where a job must make it first."""
+    folder = next((folder for folder in file.parents if folder in made), None)
+    if folder is None:
+        return manifests.entry_of(file)[1].sha256
+    manifest = made[folder]
+    return manifest.files[file.relative_to(folder).as_posix()].sha256 if manifest else None
+
+
+def _estimate(commands: Sequence[Command], made: Mapping[Path, Manifest | None], rows: Mapping[str, Row]) -> None:
+    """Fill in tokens and bytes of what is to be computed, from what is known of the run so far.
+
+    Tokens come from the nearest finished stage before; before any response exists, the configured maximum counts.
+    """
+    by_stage: dict[str, list[Command]] = {}
+    for command in commands:
+        by_stage.setdefault(command.stage, []).append(command)
+    most = by_stage["responses"][0].settings["responses"]["max_tokens"] if "responses" in by_stage else 0
+    prompts = _counts(by_stage.get("prompts", []), made).get("prompts", 0)
+    tokens = _counts(by_stage.get("samples", []), made).get("tokens") or prompts * most
+    for stage in ("responses", "samples", "dataset", "hidden_states", "draft"):
+        rows[stage].tokens = tokens * rows[stage].computed // max(rows[stage].jobs, 1)
+    for stage in ("responses", "samples", "dataset"):
+        rows[stage].bytes = rows[stage].tokens * _BYTES_PER_TOKEN_ID
+    if "hidden_states" in by_stage:
+        encoding = by_stage["hidden_states"][0].settings["hidden_states"]["encoding"]
+        values = _STATES * _hidden_size(by_stage.get("target", []))
+        rows["hidden_states"].bytes = int(rows["hidden_states"].tokens * values * _BYTES_PER_VALUE[encoding])
+
+
+def _counts(commands: Sequence[Command], made: Mapping[Path, Manifest | None]) -> dict[str, int]:
+    """Add up the counts of a stage's jobs; empty unless all of them are known."""
+    total: dict[str, int] = {}
+    for command in commands:
+        manifest = made[command.output]
+        if manifest is None:
+            return {}
+        for name, count in manifest.counts.items():
+            if isinstance(count, int):
+                total[name] = total.get(name, 0) + count
+    return total
+
+
+def _hidden_size(commands: Sequence[Command]) -> int:
+    pin = commands[0].output / "target.json" if commands else Path()
+    return int(read_json(pin)["config"]["hidden_size"]) if pin.is_file() else 0

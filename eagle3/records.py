@@ -30,8 +30,9 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     number = 0
     try:
-        for number, line in enumerate(_lines(path), start=1):
+        for line in _lines(path):
             yield orjson.loads(line)
+            number += 1
     except FileNotFoundError:
         raise Eagle3Error("a file is missing", where=path, remedy="run the stage that makes it") from None
     except (zstandard.ZstdError, orjson.JSONDecodeError) as error:

@@ -243,7 +243,10 @@ def _translate_os_errors(output: Path) -> Iterator[None]:
                 "free space (`eagle3 gc` lists what nothing refers to) and run snakemake again: it continues",
             )
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            problem, remedy = "a folder cannot be written to", "make it writable, or choose another results folder"
+            problem, remedy = (
+                "a folder cannot be written to",
+                "make it writable, or choose another results folder",
+            )
         else:
             raise
         raise Eagle3Error(problem, where=error.filename or output, found=error.strerror, remedy=remedy) from error

@@ -14,9 +14,7 @@ app = typer.Typer()
 TOOLS = "Tools"
 
 
-@app.command(
-    rich_help_panel=TOOLS, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command(rich_help_panel=TOOLS, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def plan(context: typer.Context) -> None:
     """Say per stage what a run would compute, adopt or leave, with tokens and disk.
 
@@ -27,13 +25,19 @@ def plan(context: typer.Context) -> None:
     job: Job = context.obj
     plan = make_plan(job.store, context.args)
     rows = [
-        (row.stage, row.jobs, row.up_to_date, row.adopted, row.computed, row.tokens or "", console.size(row.bytes))
+        (
+            row.stage,
+            row.jobs,
+            row.up_to_date,
+            row.adopted,
+            row.computed,
+            row.tokens or "",
+            console.size(row.bytes),
+        )
         for row in plan.rows
     ]
     headings = ("stage", "jobs", "up to date", "adopted", "to compute", "tokens", "disk")
     console.table("what `snakemake` would do", rows, headings)
-    for note in plan.notes:
-        console.say(note)
     console.say(f"to be written: {console.size(plan.bytes)}; free on this disk: {console.size(plan.free)}")
     if plan.bytes > plan.free:
         console.fail("the disk does not hold it: free space first (`eagle3 gc`), or store hidden states as fp8")

@@ -7,8 +7,7 @@ that is not tracked.
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,13 @@ from eagle3.stages import stage_fingerprint, stage_settings
 
 DEMO = "smollm2-135m-instruct"
 # Files of the demo target that later jobs read; declared so that Snakemake knows them.
-DEMO_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+DEMO_FILES = (
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 HASHES = Path(".snakemake/eagle3-source-hashes.json")
 
 
@@ -50,8 +55,7 @@ class Workflow:
         files = []
         for source in self.config.prompts.sources:
             path = Path(source.path)
-            pattern = str(path / "**/*") if path.is_dir() else source.path
-            found = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+            found = sorted(str(file) for file in _matching(path) if file.is_file())
             if not found:
                 raise Eagle3Error(
                     "a prompt source matches no file",
@@ -82,6 +86,12 @@ class Workflow:
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
         return settings
+
+
+def _matching(path: Path) -> Iterable[Path]:
+    if path.is_dir():
+        return path.rglob("*")
+    return Path(path.anchor).glob(str(path.relative_to(path.anchor)))
 
 
 def _json(value: object) -> str:
