@@ -54,8 +54,8 @@ def fail(message: str) -> None:
 
 
 def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] = ("", "")) -> None:
-    """Print a table; numbers are right-aligned and grouped by thousands."""
-    grid = Table(title=title, title_justify="left", show_header=any(headings))
+    """Print a title and a table; numbers are right-aligned and grouped by thousands."""
+    grid = Table(show_header=any(headings))
     rows = [tuple(row) for row in rows]
     for column, heading in enumerate(headings):
         numeric = bool(rows) and all(isinstance(row[column], int | float) for row in rows)
@@ -63,6 +63,7 @@ def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] 
     for row in rows:
         grid.add_row(*(_cell(value) for value in row))
     for console in _consoles:
+        console.print(title, soft_wrap=True, style="bold")
         console.print(grid)
 
 
