@@ -1,0 +1,404 @@
+"""The shard file: one safetensors file that holds many samples; `config/hidden-states.md` is its specification.
+
+    header      JSON of safetensors; its metadata says what was captured, of which target, by which engine
+    index       small tensors: who the samples are, and where each frame of each sample lies
+    token_ids, last_rows, frames
+
+Every byte is covered by a checksum: header and index by one, read at opening; token ids and rows by one per sample;
+frames by one each. Checksums of samples and frames start from the sample's identity, so that right bytes in a wrong
+place are noticed as well.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import orjson
+import zstandard
+from numpy.typing import NDArray
+
+from eagle3.errors import Eagle3Error
+from eagle3.hidden_states import codec
+from eagle3.hidden_states.codec import FRAME_ROWS, Encoding
+
+FORMAT = "eagle3-hidden-states-1"
+REMEDY = "delete the file and run snakemake again: only this artifact is made anew"
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+_INDEX = ("token_end", "row_end", "frame_end", "next_token", "teacher_token", "sample_checksum")
+_FRAME_INDEX = ("frame_byte_end", "frame_packed_bytes", "frame_checksum")
+_NAMES = ("checksum", *_INDEX, *_FRAME_INDEX, "sample_ids", "token_ids", "last_rows", "frames")
+_DTYPES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+_LAYER_MEANING = (
+    "layer i: the residual stream entering layer i; the last one: the last layer's output, before the final norm"
+)
+_COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every shard of a capture has in common."""
+
+    part: str
+    """Identity of the capture: hash of the target, the samples and the settings."""
+    target_revision: str
+    layer_ids: tuple[int, ...]
+    """Ascending; the last is the number of layers."""
+    hidden_size: int
+    encoding: Encoding
+    engine: str
+    engine_dtype: str
+    """What the engine computed in; the states are rounded to bf16 where this is wider."""
+    versions: dict[str, str]
+
+    @property
+    def aux_layers(self) -> int:
+        return len(self.layer_ids) - 1
+
+    def comparable(self) -> dict[str, Any]:
+        """What must agree between shards that are read together."""
+        return {name: value for name, value in vars(self).items() if name != "part"}
+
+
+class Place(NamedTuple):
+    """Which rows of which state a frame holds."""
+
+    state: int
+    """Index into the layer ids."""
+    start: int
+    stop: int
+
+
+def places(tokens: int, rows: int, aux_layers: int) -> Iterator[Place]:
+    """Yield the places of a sample's frames in their order: the auxiliary states chunk by chunk, then the last."""
+    for start in range(0, tokens, FRAME_ROWS):
+        for state in range(aux_layers):
+            yield Place(state, start, min(start + FRAME_ROWS, tokens))
+    for start in range(0, rows, FRAME_ROWS):
+        yield Place(aux_layers, start, min(start + FRAME_ROWS, rows))
+
+
+def count_frames(tokens: int, rows: int, aux_layers: int) -> int:
+    """Return how many frames a sample has."""
+    return aux_layers * -(-tokens // FRAME_ROWS) + -(-rows // FRAME_ROWS)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample as it lies in a file: all but its frames' bytes."""
+
+    id: str
+    token_ids: Int32s
+    """[n]"""
+    last_rows: Int32s
+    """[m]: positions of the last state's rows, ascending; n - 1, which the teacher check reads, is always the last."""
+    next_token: int
+    """The engine's own greedy token after the sequence."""
+    teacher_token: int
+    """Ours, from the last state; -1 while a capture runs."""
+    frame_bytes: Int64s
+    """[F]"""
+    packed_bytes: Int64s
+    """[F]: how many of a frame's bytes are its zstd part."""
+    checksums: Int64s
+    """[F]"""
+    path: Path
+    offset: int
+    """Where the first frame begins in the file."""
+
+    @property
+    def size(self) -> int:
+        return int(self.frame_bytes.sum())
+
+    def checksum(self, part: str) -> int:
+        """Return the checksum over what the sample is, without its frames."""
+        crc = zlib.crc32(f"{part}/{self.id}".encode())
+        for array in (self.token_ids, self.last_rows):
+            crc = zlib.crc32(array.tobytes(), crc)
+        return zlib.crc32(struct.pack("<qq", self.next_token, self.teacher_token), crc)
+
+    def read(self, first: int, stop: int) -> list[memoryview]:
+        """Read the payloads of frames `first` to `stop` with one call to the disk.
+
+        Raises:
+            Eagle3Error: the file ends before they do.
+        """
+        ends = np.cumsum(self.frame_bytes)
+        begin, end = (int(ends[frame - 1]) if frame else 0 for frame in (first, stop))
+        data = memoryview(read_at(self.path, self.offset + begin, end - begin))
+        bounds = [0, *(ends[first:stop] - begin).tolist()]
+        return [data[a:b] for a, b in pairwise(bounds)]
+
+
+def decode_frames(entry: Entry, recipe: Recipe, first: int, stop: int, targets: Sequence[codec.Bits]) -> None:
+    """Read frames `first` to `stop` of a sample, check them, and decode each into its target [t, H].
+
+    Raises:
+        Eagle3Error: truncated, or a checksum does not match; names the sample, the layer and the tokens.
+    """
+    where = list(places(len(entry.token_ids), len(entry.last_rows), recipe.aux_layers))
+    for number, payload, target in zip(range(first, stop), entry.read(first, stop), targets, strict=True):
+        if zlib.crc32(payload, codec.seed(recipe.part, entry.id, number)) != entry.checksums[number]:
+            raise frame_error(entry, recipe, where[number], "the checksum does not match")
+        encoding = recipe.encoding if where[number].state < recipe.aux_layers else "lossless"
+        try:
+            codec.decode(payload, int(entry.packed_bytes[number]), encoding, target)
+        except (ValueError, zstandard.ZstdError) as error:
+            raise frame_error(entry, recipe, where[number], error) from None
+
+
+def frame_error(entry: Entry, recipe: Recipe, place: Place, found: object) -> Eagle3Error:
+    """Return the error for a frame that is not as it was written."""
+    unit = "tokens" if place.state < recipe.aux_layers else "last rows"
+    return Eagle3Error(
+        "a sample's hidden states are damaged",
+        where=f"{entry.path}, sample {entry.id}, layer {recipe.layer_ids[place.state]}, "
+        f"{unit} {place.start}-{place.stop - 1}",
+        found=found,
+        remedy=REMEDY,
+    )
+
+
+def read_at(path: Path, offset: int, size: int) -> bytearray:
+    """Read exactly `size` bytes at `offset`.
+
+    Raises:
+        Eagle3Error: the file is missing or ends before.
+    """
+    data = bytearray(size)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            view, done = memoryview(data), 0
+            while done < size and (step := file.readinto(view[done:])):
+                done += step
+    except FileNotFoundError:
+        raise Eagle3Error("a hidden-state shard is missing", where=path, remedy=REMEDY) from None
+    if done < size:
+        raise Eagle3Error(
+            "a file of hidden states is truncated",
+            where=path,
+            found=f"{offset + done:,} bytes",
+            expected=f"at least {offset + size:,} bytes",
+            remedy=REMEDY,
+        )
+    return data
+
+
+def damaged(path: Path, found: object) -> Eagle3Error:
+    """Return the error for a shard whose header or index is not as it was written."""
+    return Eagle3Error("a hidden-state shard is damaged", where=path, found=found, remedy=REMEDY)
+
+
+class Shard:
+    """An open shard: header and index in memory (about 150 bytes a sample and 24 a frame), the rest on disk.
+
+    Raises:
+        Eagle3Error: not such a file, truncated, or header or index damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        prefix = read_at(path, 0, 8)
+        length = int.from_bytes(prefix, "little")
+        size = path.stat().st_size
+        if length > size - 8:
+            raise damaged(path, "the header's length is beyond the end of the file")
+        head = prefix + read_at(path, 8, length)
+        try:
+            header = orjson.loads(head[8:])
+            metadata: dict[str, str] = header.pop("__metadata__")
+            if metadata["format"] != FORMAT:
+                raise damaged(path, f"format {metadata['format']!r}, this version reads {FORMAT!r}")
+            self._data = {name: 8 + length + header[name]["data_offsets"][0] for name in _NAMES}
+            end = 8 + length + header["frames"]["data_offsets"][1]
+            sizes = {name: header[name]["data_offsets"][1] - header[name]["data_offsets"][0] for name in _NAMES}
+            self.number, self.shards = int(metadata["shard"]), int(metadata["shards"])
+            self.recipe = _parse_recipe(metadata)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise damaged(path, f"header: {error!r}") from None
+        if size != end:
+            raise Eagle3Error(
+                "a file of hidden states is truncated" if size < end else "a hidden-state shard is too long",
+                where=path,
+                found=f"{size:,} bytes",
+                expected=f"{end:,} bytes",
+                remedy=REMEDY,
+            )
+        self._load_index(bytes(head), sizes)
+
+    def _load_index(self, head: bytes, sizes: dict[str, int]) -> None:
+        begin, stop = self._data["checksum"], self._data["token_ids"]
+        index = bytes(read_at(self.path, begin, stop - begin))
+        if zlib.crc32(index[8:], zlib.crc32(head)) != int.from_bytes(index[:8], "little"):
+            raise damaged(self.path, "the checksum of header and index does not match")
+        columns = {}
+        for name in (*_INDEX, *_FRAME_INDEX):
+            at = self._data[name] - begin
+            columns[name] = np.frombuffer(index, "<i8", sizes[name] // 8, at)
+        self._columns = columns
+        at = self._data["sample_ids"] - begin
+        self.ids = index[at : at + sizes["sample_ids"]].decode().rstrip("\0").split("\n")[:-1]
+        self.token_ends: Int64s = columns["token_end"]
+        self.tokens = np.diff(self.token_ends, prepend=0)
+        """[N]: tokens of each sample."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def entry(self, number: int) -> Entry:
+        """Return a sample by its number in the shard.
+
+        Raises:
+            Eagle3Error: the file is truncated, or the sample's token ids are not those that were written.
+        """
+        tokens, rows, frames = (self._slice(name, number) for name in ("token_end", "row_end", "frame_end"))
+        ends = self._columns["frame_byte_end"]
+        begin = int(ends[frames.start - 1]) if frames.start else 0
+        found = Entry(
+            id=self.ids[number],
+            token_ids=self._int32s("token_ids", tokens),
+            last_rows=self._int32s("last_rows", rows),
+            next_token=int(self._columns["next_token"][number]),
+            teacher_token=int(self._columns["teacher_token"][number]),
+            frame_bytes=np.diff(ends[frames], prepend=begin),
+            packed_bytes=self._columns["frame_packed_bytes"][frames],
+            checksums=self._columns["frame_checksum"][frames],
+            path=self.path,
+            offset=self._data["frames"] + begin,
+        )
+        if found.checksum(self.recipe.part) != self._columns["sample_checksum"][number]:
+            raise Eagle3Error(
+                "a sample's token ids or rows are damaged",
+                where=f"{self.path}, sample {found.id}",
+                remedy=REMEDY,
+            )
+        return found
+
+    def _slice(self, name: str, number: int) -> slice:
+        ends = self._columns[name]
+        return slice(int(ends[number - 1]) if number else 0, int(ends[number]))
+
+    def _int32s(self, name: str, part: slice) -> Int32s:
+        data = read_at(self.path, self._data[name] + 4 * part.start, 4 * (part.stop - part.start))
+        return np.frombuffer(data, "<i4")
+
+
+def _parse_recipe(metadata: dict[str, str]) -> Recipe:
+    if int(metadata["frame_rows"]) != FRAME_ROWS or metadata["encoding"] not in ("lossless", "fp8"):
+        raise ValueError(f"frames of {metadata['frame_rows']} rows, encoding {metadata['encoding']}")
+    return Recipe(
+        part=metadata["part"],
+        target_revision=metadata["target_revision"],
+        layer_ids=tuple(orjson.loads(metadata["layer_ids"])),
+        hidden_size=int(metadata["hidden_size"]),
+        encoding="fp8" if metadata["encoding"] == "fp8" else "lossless",
+        engine=metadata["engine"],
+        engine_dtype=metadata["engine_dtype"],
+        versions=orjson.loads(metadata["versions"]),
+    )
+
+
+def write_shard(path: Path, recipe: Recipe, number: int, shards: int, entries: Sequence[Entry]) -> None:
+    """Write a shard from samples that lie in other files, and make it durable; the caller renames it.
+
+    Equal samples give equal bytes, in whatever order they are given.
+    """
+    entries = sorted(entries, key=lambda entry: entry.id)
+    tensors = _index_of(recipe, entries)
+    metadata = {
+        "format": FORMAT,
+        "part": recipe.part,
+        "shard": str(number),
+        "shards": str(shards),
+        "target_revision": recipe.target_revision,
+        "layer_ids": orjson.dumps(recipe.layer_ids).decode(),
+        "layer_meaning": _LAYER_MEANING,
+        "hidden_size": str(recipe.hidden_size),
+        "encoding": recipe.encoding,
+        "dtype": "bfloat16",
+        "frame_rows": str(FRAME_ROWS),
+        "engine": recipe.engine,
+        "engine_dtype": recipe.engine_dtype,
+        "versions": orjson.dumps(recipe.versions, option=orjson.OPT_SORT_KEYS).decode(),
+    }
+    total = sum(entry.size for entry in entries)
+    head = _header(metadata, tensors, total)
+    index = b"".join(tensors[name].tobytes() for name in _NAMES[1:11])
+    with path.open("wb") as file:
+        file.write(head)
+        file.write(struct.pack("<q", zlib.crc32(index, zlib.crc32(head))))
+        file.write(index)
+        for name in ("token_ids", "last_rows"):
+            file.write(tensors[name].tobytes())
+        for entry in entries:
+            _copy(entry, file)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            # Drop the cached pages, so that the read-back reads what the disk has.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _index_of(recipe: Recipe, entries: Sequence[Entry]) -> dict[str, NDArray[Any]]:
+    """Return the tensors in their order, but for `frames`."""
+
+    def join(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
+
+    def ends(counts: list[int]) -> NDArray[Any]:
+        return np.cumsum(np.array(counts, "<i8"), dtype="<i8")
+
+    ids = "".join(f"{entry.id}\n" for entry in entries).encode()
+    ids += bytes(-len(ids) % 8)
+    return {
+        "checksum": np.empty(1, "<i8"),
+        "token_end": ends([len(entry.token_ids) for entry in entries]),
+        "row_end": ends([len(entry.last_rows) for entry in entries]),
+        "frame_end": ends([len(entry.frame_bytes) for entry in entries]),
+        "next_token": np.array([entry.next_token for entry in entries], "<i8"),
+        "teacher_token": np.array([entry.teacher_token for entry in entries], "<i8"),
+        "sample_checksum": np.array([entry.checksum(recipe.part) for entry in entries], "<i8"),
+        "frame_byte_end": np.cumsum(join([entry.frame_bytes for entry in entries], "<i8"), dtype="<i8"),
+        "frame_packed_bytes": join([entry.packed_bytes for entry in entries], "<i8"),
+        "frame_checksum": join([entry.checksums for entry in entries], "<i8"),
+        "sample_ids": np.frombuffer(ids, "u1"),
+        "token_ids": join([entry.token_ids for entry in entries], "<i4"),
+        "last_rows": join([entry.last_rows for entry in entries], "<i4"),
+    }
+
+
+def _header(metadata: dict[str, str], tensors: dict[str, NDArray[Any]], frames: int) -> bytes:
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, array in tensors.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    header["frames"] = {"dtype": "U8", "shape": [frames], "data_offsets": [offset, offset + frames]}
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _copy(entry: Entry, file: BinaryIO) -> None:
+    with entry.path.open("rb") as source:
+        source.seek(entry.offset)
+        left = entry.size
+        while left:
+            block = source.read(min(left, _COPY_BYTES))
+            if not block:
+                raise damaged(entry.path, f"sample {entry.id} is truncated")
+            file.write(block)
+            left -= len(block)
