@@ -1,0 +1,20 @@
+"""Choices that depend on content alone: stable hashes, so that one record more or less moves no other."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def hash_of(*values: object) -> str:
+    """Return 16 hexadecimal digits (64 bits), evenly distributed, for values such as a seed and an id."""
+    return hashlib.sha256(" ".join(map(str, values)).encode()).hexdigest()[:16]
+
+
+def range_of(digits: str, count: int) -> int:
+    """Return in which of `count` equal ranges a hash falls, from some of its hexadecimal digits."""
+    return int(digits, 16) * count >> 4 * len(digits)
+
+
+def fraction_of(digits: str) -> float:
+    """Return the hash as a number in [0, 1)."""
+    return float(int(digits, 16) / 16 ** len(digits))

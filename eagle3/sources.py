@@ -1,0 +1,197 @@
+"""Sources: files of prompts, found and read row by row.
+
+A fault of one row rejects that row, with a stable code; a fault of a file ends the run.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import zstandard
+
+from eagle3.errors import Eagle3Error
+
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+_CHUNK = 1 << 18
+_PARQUET_ROWS = 2048
+
+
+class RejectedError(Exception):
+    """One row cannot be used; `code` is stable, for counting."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(f"{code}: {detail}" if detail else code)
+
+
+class Row(NamedTuple):
+    """One row of a file: its value, or why there is none."""
+
+    number: int
+    """Line or row, from 1."""
+    value: Any
+    fault: RejectedError | None = None
+
+
+def find_files(path: str) -> list[Path]:
+    """Return the files of a source: the file itself, a folder's data files, or what a glob matches; sorted.
+
+    Raises:
+        Eagle3Error: there is none.
+    """
+    folder = Path(path).is_dir()
+    # `glob` unlike `Path.glob` takes absolute patterns and passes over hidden files.
+    found = glob.glob(f"{path}/**/*" if folder else path, recursive=True)  # noqa: PTH207
+    if folder:
+        found = [name for name in found if name.endswith(_SUFFIXES)]
+    elif not found and Path(path).exists():
+        # A name with brackets or stars in it.
+        found = [path]
+    files = [Path(name) for name in sorted(found) if Path(name).is_file()]
+    if not files:
+        raise Eagle3Error(
+            "a prompt source matches no file",
+            where="`prompts.sources` in the configuration",
+            found=path,
+            expected=f"a file, a folder or a glob; files end in {', '.join(_SUFFIXES)}",
+            remedy="paths are relative to the folder where the command runs",
+        )
+    return files
+
+
+def stem(path: Path) -> str:
+    """Return the file's name without the suffixes that say how it is stored."""
+    suffix = next((suffix for suffix in sorted(_SUFFIXES, key=len) if path.name.endswith(suffix)), path.suffix)
+    return path.name.removesuffix(suffix)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a source file in constant memory (but for `.json`, which is read whole).
+
+    Raises:
+        Eagle3Error: the file is missing, unreadable, truncated or of an unknown kind.
+    """
+    try:
+        if path.name.endswith(".parquet"):
+            yield from _parquet_rows(path)
+        elif path.name.endswith(".json"):
+            yield from _json_rows(path.read_bytes())
+        elif path.name.endswith(_SUFFIXES):
+            yield from _json_lines(_chunks(path))
+        else:
+            raise Eagle3Error(
+                "a prompt source is of a kind that is not known",
+                where=path,
+                found=path.suffix or "no suffix",
+                expected=f"one of {', '.join(_SUFFIXES)}",
+            )
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise Eagle3Error(
+            "a prompt source cannot be read",
+            where=path,
+            found=error,
+            remedy="check that the file is there, readable and complete",
+        ) from None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    if path.name.endswith(".gz"):
+        with gzip.open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+        return
+    with path.open("rb") as raw:
+        if path.name.endswith(".zst"):
+            yield from _decompressed(raw.read, path)
+        else:
+            while chunk := raw.read(_CHUNK):
+                yield chunk
+
+
+def _decompressed(read: Callable[[int], bytes], path: Path) -> Iterator[bytes]:
+    """Decompress any number of zstd frames; zstandard itself says nothing of a truncated last one."""
+    frame = None
+    while chunk := read(_CHUNK):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise zstandard.ZstdError(f"{path.name} ends in the middle of a frame")
+
+
+def _json_lines(chunks: Iterator[bytes]) -> Iterator[Row]:
+    number, rest = 0, [b""]
+    for chunk in chunks:
+        first, *more = chunk.split(b"\n")
+        rest.append(first)
+        if not more:
+            continue
+        for line in (b"".join(rest), *more[:-1]):
+            number += 1
+            yield from _json_line(number, line)
+        rest = [more[-1]]
+    yield from _json_line(number + 1, b"".join(rest))
+
+
+def _json_line(number: int, line: bytes) -> Iterator[Row]:
+    """Yield the line's row; none for a blank line."""
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+    if not line.strip():
+        return
+    try:
+        yield Row(number, orjson.loads(line))
+    except orjson.JSONDecodeError as error:
+        yield _diagnose(number, line, str(error))
+
+
+def _diagnose(number: int, line: bytes, problem: str) -> Row:
+    """Say why a line is not JSON; orjson has one message for all."""
+    try:
+        value = json.loads(line.decode())
+        orjson.dumps(value)
+    except UnicodeDecodeError as error:
+        return Row(number, line.decode(errors="replace"), RejectedError("not_utf8", str(error)))
+    except (json.JSONDecodeError, RecursionError):
+        return Row(number, line.decode(), RejectedError("not_json", problem))
+    except TypeError:
+        # Valid JSON whose strings no encoder accepts.
+        return Row(number, line.decode(), RejectedError("unpaired_surrogate"))
+    return Row(number, value)
+
+
+def _json_rows(data: bytes) -> Iterator[Row]:
+    """Rows of a `.json` file: an array, or JSON lines under the wrong suffix."""
+    if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield from _json_lines(iter([data]))
+        return
+    try:
+        values = orjson.loads(data.removeprefix(b"\xef\xbb\xbf"))
+    except orjson.JSONDecodeError as error:
+        line = data.count(b"\n", 0, error.pos) + 1
+        raise EOFError(f"no valid JSON array: {error}, near line {line}") from None
+    yield from (Row(number, value) for number, value in enumerate(values, start=1))
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import polars
+
+    try:
+        frame = polars.scan_parquet(path)
+        total = frame.select(polars.len()).collect().item()
+        for start in range(0, total, _PARQUET_ROWS):
+            rows = frame.slice(start, _PARQUET_ROWS).collect().iter_rows(named=True)
+            yield from (Row(number, value) for number, value in enumerate(rows, start=start + 1))
+    except polars.exceptions.PolarsError as error:
+        raise OSError(error) from None
