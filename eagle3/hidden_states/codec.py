@@ -63,7 +63,7 @@ def encode(rows: Bits, encoding: Encoding, crc: int) -> Frame:
         crc: what `seed` gives for this frame.
     """
     packed_plane, raw = _split(rows) if encoding == "lossless" else _quantise(rows)
-    packed = _compressor().compress(packed_plane)
+    packed = _compressor().compress(packed_plane.data)
     return Frame(packed, raw, zlib.crc32(raw, zlib.crc32(packed, crc)))
 
 
@@ -151,10 +151,12 @@ def bf16(values: Bits) -> torch.Tensor:
 def _compressor() -> zstandard.ZstdCompressor:
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-    return _local.compressor
+    compressor: zstandard.ZstdCompressor = _local.compressor
+    return compressor
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_local, "decompressor"):
         _local.decompressor = zstandard.ZstdDecompressor()
-    return _local.decompressor
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor
