@@ -1,4 +1,4 @@
-"""A complete project of its own: copied sources, a tiny target, two small prompt sources, run with the real Snakemake."""
+"""A complete project: copied sources, a tiny target, two small prompt sources, run with the real Snakemake."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ class Project:
 
 def write_prompts(path: Path, kind: str, count: int) -> None:
     lines = [
-        json.dumps({"messages": [{"role": "user", "content": f"{kind} {i} about the {PLACES[i % 8]} and number {i * 7}"}]})
+        json.dumps(
+            {"messages": [{"role": "user", "content": f"{kind} {i} about the {PLACES[i % 8]} and number {i * 7}"}]}
+        )
         for i in range(count)
     ]
     path.write_text("\n".join(lines) + "\n")
