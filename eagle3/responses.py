@@ -1,12 +1,35 @@
-"""Responses: let the target answer every prompt, turn by turn, and keep the raw, token-exact records."""
+"""Responses: let the target answer every prompt, turn by turn, and keep the raw, token-exact records.
+
+Turns go in *waves*: wave t asks the t-th turn of every conversation, so that later turns see the target's own
+earlier answers. Where an engine's rounding depends on what it computes together, a wave is cut into fixed groups,
+and a group that was not finished is computed again as a whole; where requests are independent, every answer counts
+by itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from eagle3.chat import UnrenderableError, load_chat
+from eagle3.console import progress, say
+from eagle3.engines import Engine, Generation, GenerationRequest, Message, Sampling, open_engine
+from eagle3.errors import Eagle3Error
+from eagle3.hashing import hash_of, range_of
+from eagle3.records import Record, RecordLog, read_records, write_records
 from eagle3.settings import Settings
+from eagle3.target import Target, load_target
+
+if TYPE_CHECKING:
+    from eagle3.engines.settings import EngineSettings, MachineSettings
+
+_QUOTED_ERRORS = 3
 
 
 class ResponsesSettings(Settings):
@@ -17,8 +40,240 @@ class ResponsesSettings(Settings):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy. Use what you will serve with: 1.0 for Kimi-K2.5 thinking."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, e.g. `thinking: true` (Kimi) or `enable_thinking: true` (Qwen)."""
     shards: int = Field(default=1, ge=1)
     """Files per part."""
+    max_error_share: float = Field(default=0.05, ge=0, le=1)
+    """The stage fails when more than this share of a part's conversations (and more than one) ends in an error."""
     seed: int = 0
+
+
+def make(
+    settings: ResponsesSettings,
+    engine: EngineSettings,
+    machine: MachineSettings,
+    *,
+    target: Path,
+    prompts: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write `shard-{i}.jsonl.zst` into `folder`: one record per conversation, sorted by id.
+
+    Answers that were generated before a kill are kept in `.turns.jsonl` and not generated again.
+
+    Args:
+        settings: how to sample, and how many shards.
+        engine: which engine.
+        machine: where it runs.
+        target: `target.json`.
+        prompts: one part of the prompts.
+        folder: where to work.
+
+    Raises:
+        Eagle3Error: too many requests failed (the first errors are quoted), or the target cannot be used.
+    """
+    pinned = load_target(target)
+    shards: list[list[Record]] = [[] for _ in range(settings.shards)]
+    for prompt in read_records(prompts):
+        # The first digits of the id chose the part.
+        shards[range_of(prompt["id"][8:], settings.shards)].append(prompt)
+    paths = [folder / f"shard-{number}.jsonl.zst" for number in range(settings.shards)]
+    missing = [number for number, path in enumerate(paths) if not _is_complete(path, shards[number])]
+    if missing:
+        run = _Run(settings, pinned, [[_Conversation(prompt) for prompt in shards[number]] for number in missing])
+        with open_engine(engine, machine, pinned) as opened, RecordLog(folder / ".turns.jsonl") as log:
+            run.answer(opened, log)
+            identity = {"name": opened.name, **opened.versions}
+        for number, shard in zip(missing, run.shards, strict=True):
+            write_records(paths[number], (conversation.record(identity) for conversation in shard))
+    return _counts(paths)
+
+
+def _is_complete(path: Path, prompts: Sequence[Record]) -> bool:
+    """Whether an earlier attempt finished this shard."""
+    with suppress(Eagle3Error):
+        if path.is_file():
+            return [record["id"] for record in read_records(path)] == [prompt["id"] for prompt in prompts]
+    return False
+
+
+class _Conversation:
+    """One prompt, and the turns that the target has answered so far."""
+
+    def __init__(self, prompt: Record) -> None:
+        self.id: str = prompt["id"]
+        self._source: str = prompt["source"]
+        self._tools: list[dict[str, Any]] | None = prompt.get("tools")
+        self._waiting: list[Message] = list(prompt["messages"])
+        self._history: list[Message] = []
+        self._turns: list[Record] = []
+
+    @property
+    def turns_left(self) -> int:
+        return sum(message["role"] == "user" for message in self._waiting)
+
+    def ask(self, settings: ResponsesSettings) -> GenerationRequest:
+        """Return the request for the next turn."""
+        while not self._history or self._history[-1]["role"] != "user":
+            self._history.append(self._waiting.pop(0))
+        turn = len(self._turns)
+        return GenerationRequest(
+            id=f"{self.id}-{turn}",
+            messages=list(self._history),
+            seed=int(hash_of(settings.seed, self.id, turn)[:8], 16) >> 1,
+            tools=self._tools,
+            template_kwargs=settings.template_kwargs,
+        )
+
+    def take(self, request: GenerationRequest, sampling: Sampling, answer: Generation) -> None:
+        """Record a turn's outcome; after an error the conversation is over."""
+        asked = {
+            "messages": request.messages,
+            "sampling": asdict(sampling),
+            "template_kwargs": request.template_kwargs,
+            "seed": request.seed,
+            "tools": request.tools,
+        }
+        self._turns.append({"request": asked, **{k: v for k, v in vars(answer).items() if k != "id"}})
+        self._history.append({"role": "assistant", **answer.message})
+        if answer.error is not None:
+            self._waiting.clear()
+
+    def record(self, engine: dict[str, str]) -> Record:
+        return {"id": self.id, "source": self._source, "engine": engine, "turns": self._turns}
+
+
+Wave = list[tuple[_Conversation, GenerationRequest]]
+
+
+class _Run:
+    """The work on the conversations of one part."""
+
+    def __init__(self, settings: ResponsesSettings, target: Target, shards: Sequence[Sequence[_Conversation]]) -> None:
+        self.shards = shards
+        self._settings = settings
+        self._sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
+        self._chat = load_chat(target)
+        self._context: int | None = target.config.get("max_position_embeddings")
+        conversations = sum(map(len, shards))
+        share = settings.max_error_share
+        self._errors_allowed = max(1, int(share * conversations)) if share else 0
+        self._errors: list[str] = []
+
+    def answer(self, engine: Engine, log: RecordLog) -> None:
+        """Answer every turn, wave by wave; what the log holds is not computed again."""
+        known = {record["id"]: Generation(**record) for record in log.records}
+        if known:
+            say(f"{len(known):,} answers of an interrupted run are kept")
+        total = sum(conversation.turns_left for shard in self.shards for conversation in shard)
+        with progress(total, "responses", "answers") as bar:
+            while any(conversation.turns_left for shard in self.shards for conversation in shard):
+                for group in self._wave(engine.batch_size):
+                    for (conversation, request), answer in self._generate(engine, log, known, group):
+                        conversation.take(request, self._sampling, answer)
+                        self._check(answer)
+                        bar.update(1)
+
+    def _wave(self, size: int | None) -> list[Wave]:
+        """Return the next turn of every conversation, in groups that are computed together, short prompts first.
+
+        A group never spans two shards: a shard that has to be made anew then comes out the same.
+        """
+        groups: list[Wave] = []
+        everything: Wave = []
+        for shard in self.shards:
+            lengths = {}
+            wave: Wave = []
+            for conversation in shard:
+                if conversation.turns_left:
+                    request = conversation.ask(self._settings)
+                    if (length := self._prompt_length(conversation, request)) is not None:
+                        lengths[request.id] = length
+                        wave.append((conversation, request))
+            wave.sort(key=lambda entry: (lengths[entry[1].id], entry[1].id))
+            if size is None:
+                everything += wave
+            else:
+                groups += [wave[start : start + size] for start in range(0, len(wave), size)]
+        return [everything] if size is None else groups
+
+    def _prompt_length(self, conversation: _Conversation, request: GenerationRequest) -> int | None:
+        """Return the prompt's tokens; None, and an error on record, if the target cannot be asked this."""
+        try:
+            ids = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
+            if self._context is not None and len(ids) + self._settings.max_tokens > self._context:
+                detail = f"{len(ids):,} tokens and {self._settings.max_tokens:,} to generate"
+                raise UnrenderableError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
+        except UnrenderableError as error:
+            answer = _failure(request, f"{error.code}: {error.detail}")
+            conversation.take(request, self._sampling, answer)
+            self._check(answer)
+            return None
+        return len(ids)
+
+    def _generate(
+        self, engine: Engine, log: RecordLog, known: dict[str, Generation], group: Wave
+    ) -> Iterator[tuple[tuple[_Conversation, GenerationRequest], Generation]]:
+        """Yield the answer to every request of a group, those of the log first.
+
+        Only good answers enter the log: whatever failed is asked again by the next run.
+        """
+        waiting = {entry[1].id: entry for entry in group}
+        alone = engine.batch_size is None
+        if alone or all(id in known for id in waiting):
+            for id in [id for id in waiting if id in known]:
+                yield waiting.pop(id), known[id]
+        requests = [request for _, request in waiting.values()]
+        finished = []
+        for answer in engine.generate(requests, self._sampling) if requests else ():
+            if answer.id not in waiting:
+                raise Eagle3Error("the engine answered what was not asked", where=engine.name, found=answer.id)
+            if answer.error is not None:
+                answer = _failure(waiting[answer.id][1], f"engine_error: {answer.error}")
+            elif alone:
+                log.append(vars(answer))
+            else:
+                finished.append(vars(answer))
+            yield waiting.pop(answer.id), answer
+        if finished:
+            log.append(*finished)
+        if waiting:
+            raise Eagle3Error(
+                "the engine left requests unanswered", where=engine.name, found=", ".join(sorted(waiting)[:3])
+            )
+
+    def _check(self, answer: Generation) -> None:
+        """Give up as soon as too many conversations have failed."""
+        if answer.error is None:
+            return
+        self._errors.append(f"{answer.id}: {answer.error}")
+        if len(self._errors) > self._errors_allowed:
+            raise Eagle3Error(
+                "too many requests failed",
+                found="\n            ".join(self._errors[:_QUOTED_ERRORS]),
+                expected=f"at most {self._errors_allowed:,} (`responses.max_error_share`)",
+                remedy="mend the cause and run the command again: the good answers are kept",
+            )
+
+
+def _failure(request: GenerationRequest, error: str) -> Generation:
+    return Generation(id=request.id, prompt_ids=[], token_ids=[], finish_reason="error", message={}, error=error)
+
+
+def _counts(paths: Sequence[Path]) -> dict[str, Any]:
+    counts: Counter[str] = Counter(conversations=0, answers=0)
+    reasons: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    for path in paths:
+        for record in read_records(path):
+            counts["conversations"] += 1
+            for turn in record["turns"]:
+                if turn["error"] is not None:
+                    errors[turn["error"].partition(":")[0]] += 1
+                    continue
+                counts["answers"] += 1
+                counts["prompt tokens"] += len(turn["prompt_ids"])
+                counts["generated tokens"] += len(turn["token_ids"])
+                reasons[turn["finish_reason"]] += 1
+    return {**counts, "finished by": dict(sorted(reasons.items())), "errors": dict(sorted(errors.items()))}
