@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from eagle3.config import Config
 from eagle3.settings import Settings
@@ -29,7 +30,7 @@ def documented() -> dict[str, str]:
     return {
         f"{section}.{name}".lstrip("."): default
         for section, text in section_texts().items()
-        for name, default in re.findall(r"^\| `([\w.\[\]]+)` \| (.*?) \|", text, flags=re.MULTILINE)
+        for name, default in re.findall(r"^\| `([\w.\[\]]+)` \| ([^|]+) \| [^|]+ \|$", text, flags=re.MULTILINE)
     }
 
 
@@ -64,7 +65,8 @@ def test_the_manual_gives_the_true_default(path: str) -> None:
     if field.is_required():
         assert text == "required"
     else:
-        assert yaml.safe_load(text.split("`")[1]) == field.get_default(call_default_factory=True)
+        default = to_jsonable_python(field.get_default(call_default_factory=True))
+        assert yaml.safe_load(text.split("`")[1]) == default
 
 
 @pytest.mark.parametrize("section", [name for name in section_texts() if name])
