@@ -97,21 +97,8 @@ class HiddenStateReader:
         Raises:
             Eagle3Error: no such sample, or its bytes are not those that were written.
         """
-        entry, recipe = self._locate(sample)
-        n = len(entry.token_ids)
-        start, stop, _ = slice(start, stop).indices(n)
-        # The last row stands for the teacher check only; no loss reads it.
-        first_row, stop_row = (int(row) for row in np.searchsorted(entry.last_rows[:-1], (start, stop)))
-        aux, skip = _decode_aux(entry, recipe, start, stop)
-        last, skip_rows = _decode_last(entry, recipe, first_row, stop_row)
-        rows = entry.last_rows[first_row:stop_row]
-        return HiddenStateSample(
-            id=entry.id,
-            token_ids=_tensor(entry.token_ids[start:stop]),
-            aux=aux[skip : skip + stop - start],
-            last=last[skip_rows : skip_rows + len(rows)],
-            last_rows=_tensor(rows.astype(np.int64)),
-        )
+        shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
+        return load(shard.entry(index), shard.recipe, start, stop)
 
     def stream(
         self,
@@ -188,9 +175,23 @@ class HiddenStateReader:
         number, index = self._where[sample]
         return self._shards[number], index
 
-    def _locate(self, sample: str | int) -> tuple[Entry, Recipe]:
-        shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
-        return shard.entry(index), shard.recipe
+
+def load(entry: Entry, recipe: Recipe, start: int = 0, stop: int | None = None) -> HiddenStateSample:
+    """Read tokens `start` to `stop` of a sample; see `HiddenStateReader.read`."""
+    n = len(entry.token_ids)
+    start, stop, _ = slice(start, stop).indices(n)
+    # The last row stands for the teacher check only; no loss reads it.
+    first_row, stop_row = (int(row) for row in np.searchsorted(entry.last_rows[:-1], (start, stop)))
+    aux, skip = _decode_aux(entry, recipe, start, stop)
+    last, skip_rows = _decode_last(entry, recipe, first_row, stop_row)
+    rows = entry.last_rows[first_row:stop_row]
+    return HiddenStateSample(
+        id=entry.id,
+        token_ids=_tensor(entry.token_ids[start:stop]),
+        aux=aux[skip : skip + stop - start],
+        last=last[skip_rows : skip_rows + len(rows)],
+        last_rows=_tensor(rows.astype(np.int64)),
+    )
 
 
 def _check_same_recipe(one: Shard, other: Shard) -> None:

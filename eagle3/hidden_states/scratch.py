@@ -23,7 +23,8 @@ import orjson
 
 from eagle3.hidden_states.codec import Frame
 from eagle3.hidden_states.codec import seed as frame_seed
-from eagle3.hidden_states.entry import Entry, Int32s, count_frames
+from eagle3.hidden_states.entry import Entry, Int32s, Recipe, count_frames
+from eagle3.records import read_json, write_json
 
 FOLDER = ".capture"
 _MAGIC = b"\x93EAGLE3\n"
@@ -35,6 +36,20 @@ _SYNC_SECONDS = 1.0
 def log_path(folder: Path, number: int) -> Path:
     """Return the log of a shard in the scratch folder."""
     return folder / f"shard-{number}.log"
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Say in the scratch folder what the logs hold."""
+    write_json(folder / "recipe.json", vars(recipe))
+
+
+def read_recipe(folder: Path) -> Recipe | None:
+    """Return what the logs of a scratch folder hold; None if nothing was captured yet."""
+    path = folder / "recipe.json"
+    if not path.exists():
+        return None
+    value = read_json(path)
+    return Recipe(**{**value, "layer_ids": tuple(value["layer_ids"])})
 
 
 class Log:
@@ -112,6 +127,11 @@ class Log:
 
     def close(self) -> None:
         self._file.close()
+
+    def remove(self) -> None:
+        """Delete the log: its samples are in a verified shard."""
+        self.close()
+        self.path.unlink()
 
 
 def scan(path: Path, aux_layers: int) -> Iterator[Entry]:

@@ -20,3 +20,5 @@ class HiddenStatesSettings(Settings):
     """`fp8` stores the auxiliary states as e4m3 with one scale per token and layer: half the size."""
     min_teacher_agreement: float = Field(default=0.9, ge=0, le=1)
     """The job fails when the engine's next token equals our argmax less often than this."""
+    max_failed: float = Field(default=0.01, ge=0, le=1)
+    """The job fails when more than this share of the samples could not be captured, after a second attempt."""

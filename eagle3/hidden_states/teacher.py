@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 # Rows of lm_head that are widened to float32 at a time: 0.5 GB at Kimi's width.
 _HEAD_ROWS = 16384
-# Captures that are checked together: a head of gigabytes is read once for all of them.
-_GROUP = 64
-# So many samples decide early whether an engine is sound.
-_ENOUGH = 64
+# Samples that are checked together: a head of gigabytes is read once for all of them.
+GROUP = 64
 
 
 def teacher_tokens(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
@@ -39,8 +37,7 @@ def teacher_tokens(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    x = states.float()
-    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + head.rms_norm_eps) * head.norm.float()
+    x = normed(head, states)
     best = torch.full((len(x),), -torch.inf)
     tokens = torch.zeros(len(x), dtype=torch.int64)
     for start in range(0, len(head.lm_head), _HEAD_ROWS):
@@ -50,6 +47,20 @@ def teacher_tokens(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
         best = torch.where(better, highest, best)
         tokens = torch.where(better, index + start, tokens)
     return tokens
+
+
+def normed(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
+    """Return the target's final RMSNorm of states [..., H], in float32."""
+    import torch
+
+    x = states.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + head.rms_norm_eps) * head.norm.float()
+
+
+def is_tie(head: HeadWeights, state: torch.Tensor, one: int, other: int) -> bool:
+    """Whether two tokens score the same after a state [H], but for the rounding of another machine."""
+    first, second = (head.lm_head[[one, other]].float() @ normed(head, state)).tolist()
+    return bool(abs(first - second) <= 1e-3 * max(1.0, abs(first)))
 
 
 class TeacherCheck:
@@ -67,11 +78,6 @@ class TeacherCheck:
         self.checked = 0
         self.disagreed: list[str] = []
 
-    @property
-    def agreement(self) -> float:
-        """Share of the samples checked so far on which teacher and engine agree."""
-        return 1 - len(self.disagreed) / max(1, self.checked)
-
     def add(self, sample: str, last_row: codec.Bits, next_token: int) -> None:
         """Check one sample, perhaps later.
 
@@ -84,26 +90,25 @@ class TeacherCheck:
             Eagle3Error: teacher and engine disagree too often.
         """
         self._waiting.append((sample, last_row.copy(), next_token))
-        if len(self._waiting) == _GROUP:
+        if len(self._waiting) == GROUP:
             self.flush()
-            if self.checked >= _ENOUGH:
-                self.demand()
 
-    def flush(self) -> list[int]:
-        """Check what waits; return the teacher's tokens, in the order of `add`."""
+    def flush(self) -> None:
+        """Check what waits.
+
+        Raises:
+            Eagle3Error: teacher and engine disagree too often.
+        """
         if not self._waiting:
-            return []
+            return
         samples, rows, said = zip(*self._waiting, strict=True)
         tokens = [int(token) for token in teacher_tokens(self._head, codec.bf16(np.stack(rows)))]
         self._waiting = []
         self.checked += len(tokens)
         self.disagreed += [sample for sample, a, b in zip(samples, tokens, said, strict=True) if a != b]
-        return tokens
-
-    def demand(self) -> None:
-        """Raise if teacher and engine disagree too often."""
-        if self.agreement < self._minimum:
-            raise disagreement(self.agreement, self.checked, self._minimum, self.disagreed)
+        agreement = 1 - len(self.disagreed) / self.checked
+        if agreement < self._minimum:
+            raise disagreement(agreement, self.checked, self._minimum, self.disagreed)
 
 
 def disagreement(agreement: float, checked: int, minimum: float, samples: Sequence[str]) -> Eagle3Error:
