@@ -12,17 +12,21 @@ from eagle3.settings import Settings
 class DraftSettings(Settings):
     """The network, the objective and the optimiser."""
 
-    intermediate_size: int | None = None
+    attention: Literal["gqa", "mla"] = "gqa"
+    """`gqa`: Llama-type, loads in both engines; `mla`: DeepSeek-type, for targets whose config has `kv_lora_rank`."""
+    intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the draft's MLP; null takes the target's."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = Field(default=None, ge=1)
     """null takes the target's; likewise the number of key-value heads."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = Field(default=None, ge=1)
     fc_norm: bool = False
     """EAGLE-3.1: one RMSNorm per auxiliary state before `fc`."""
     norm_output: bool = False
     """EAGLE-3.1: feed the normed output to the next step."""
     norm_before_residual: bool = False
     """Portable drafts keep this off: SGLang does not know it."""
+    start: Literal["target", "random"] = "target"
+    """First weights of `fc` and the layer: from the target's last layer, or random (needs far more data)."""
     unroll: int = Field(default=7, ge=1)
     """Steps of training-time test (T)."""
     decay: float = Field(default=0.8, gt=0, le=1)
@@ -30,7 +34,15 @@ class DraftSettings(Settings):
     sampled_unroll: bool = False
     """Compute step t on a random share decay^t of the positions with weight 1: same expectation, about half the cost."""
     loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
-    """`kl`: forward KL to the target on the draft vocabulary; `lk_*`: acceptance losses (arXiv 2602.23881)."""
+    """`kl`: forward KL to the target on the draft vocabulary; `ce`: cross entropy with the target's greedy token;
+    `lk_*`: acceptance losses (arXiv 2602.23881)."""
+    true_mass: bool = False
+    """KL against the target's true probabilities instead of those renormalised on the draft vocabulary. Renormalised,
+    positions whose most likely token is outside the draft vocabulary carry no loss."""
+    lk_scale: float = Field(default=1.0, ge=0, le=1)
+    """`lk_lambda`: weight of the KL term where nothing would be accepted."""
+    lk_decay: float = Field(default=1.0, ge=0)
+    """`lk_lambda`: how fast that weight falls with the acceptance rate."""
     epochs: int = Field(default=1, ge=1)
     batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of one packed row; longer samples get a row of their own."""
@@ -40,9 +52,16 @@ class DraftSettings(Settings):
     warmup: float = Field(default=0.015, ge=0, lt=1)
     """Share of the steps with a rising learning rate; then cosine to 0."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """On matrices; norms are never decayed."""
     max_grad_norm: float = Field(default=0.5, gt=0)
+    max_skipped: int = Field(default=5, ge=1)
+    """Steps in a row whose gradient may be non-finite (they are skipped and counted) before the run stops."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Optimiser steps between checkpoints."""
     evaluate_every: int = Field(default=500, ge=1)
     """Optimiser steps between evaluations on the held-out split."""
+    evaluate_drafts: int = Field(default=3, ge=1)
+    """Drafts per step in the simulated acceptance length that picks the best checkpoint (at most `unroll`)."""
+    log_every: int = Field(default=10, ge=1)
+    """Optimiser steps between lines of the log."""
     seed: int = 0

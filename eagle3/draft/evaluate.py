@@ -1,0 +1,79 @@
+"""Evaluation on held-out samples: the objective's metrics, and serving replayed exactly.
+
+In serving with a greedy chain of k drafts, the root after every verification is the last committed token, and its
+drafts are kept up to the first one that differs from the target's own next token. Over a target's greedy response
+that is a function of the drafts at every root, and those come from one teacher-forced pass: a draft is only looked
+at if all before it were kept, that is, if the chain was fed with the true tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.draft.metrics import Acceptance, Tally, accepted_drafts, expected_acceptance_length
+from eagle3.draft.model import Draft, prepare, unroll
+from eagle3.draft.objective import Objective, Teacher, projected_loss
+from eagle3.draft.packing import pack
+from eagle3.draft.samples import Rows, root_ranges
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: per step, from `Tally.read`.
+        acceptance: the replay over all samples.
+        sources: the same for each source.
+    """
+
+    metrics: dict[str, list[float]]
+    acceptance: Acceptance
+    sources: dict[str, Acceptance]
+
+    def record(self) -> dict[str, Any]:
+        """Return the figures for logs."""
+        return {
+            **self.metrics,
+            "expected_acceptance_length": expected_acceptance_length(self.metrics["conditional"][: self.acceptance.drafts]),
+            **self.acceptance.summary(),
+        }
+
+
+@torch.no_grad()
+def evaluate(
+    draft: Draft, rows: Rows, teacher: Teacher, embedding: Tensor, objective: Objective, drafts: int, batch_tokens: int
+) -> Evaluation:
+    """Run the exact unroll over all samples of `rows`.
+
+    Args:
+        draft: on the device of `embedding`.
+        rows: samples; their unroll is at least `drafts`.
+        teacher: the target's head.
+        embedding: [V, H], in compute dtype.
+        objective: for the loss that is reported.
+        drafts: k, the length of the chain that is replayed.
+        batch_tokens: tokens of one row.
+    """
+    device = embedding.device
+    weights = prepare(draft, embedding.dtype)
+    tally = Tally(rows.unroll, device)
+    sources = {sample.source: Acceptance(drafts) for sample in rows.samples}
+    plan = pack([sample.context for sample in rows.samples], batch_tokens, np.random.default_rng(0))
+    for members, row in zip(plan, rows.stream((members, 0) for members in plan), strict=True):
+        row = row.to(device)
+        outputs = unroll(weights, row, embedding)
+        _, outcome = projected_loss(outputs, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
+        tally.add(row, outcome)
+        accepted = accepted_drafts(row, outcome, draft.target_ids, drafts)
+        for sample, first, end in root_ranges(rows.samples, members, rows.unroll):
+            sources[sample.source].replay(accepted[first:end])
+    total = Acceptance(drafts)
+    for part in sources.values():
+        total.merge(part)
+    return Evaluation(tally.read(), total, dict(sorted(sources.items())))

@@ -1,0 +1,130 @@
+"""What is reported of the draft: sums first, ratios last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eagle3.draft.objective import Outcome
+from eagle3.draft.rows import Row
+
+
+class Tally:
+    """Sums over rows, kept on the device, one column per step t.
+
+    A draft is correct only if it is the target's most likely token over the *whole* vocabulary.
+    """
+
+    COUNT, LOSS, CORRECT, CHAINS, UNBROKEN = range(5)
+
+    def __init__(self, unroll: int, device: torch.device) -> None:
+        self.sums = torch.zeros(5, unroll, dtype=torch.float64, device=device)
+
+    def add(self, row: Row, outcome: Outcome) -> None:
+        """Count every (step, root) pair of a row."""
+        unbroken = None
+        losses, corrects = outcome.loss.split(row.alive), outcome.correct.split(row.alive)
+        for t, (loss, correct) in enumerate(zip(losses, corrects, strict=True)):
+            # Roots are sorted by lifetime: those alive now are the first ones of the step before.
+            before = torch.ones_like(correct) if unbroken is None else unbroken[: len(correct)]
+            unbroken = before & correct
+            column = [loss.sum(), correct.sum(), before.sum(), unbroken.sum()]
+            self.sums[self.COUNT, t] += len(correct)
+            self.sums[self.LOSS :, t] += torch.stack([value.double() for value in column])
+
+    def reduce(self) -> Tally:
+        """Add up the sums of all ranks, on every rank."""
+        if dist.is_initialized():
+            dist.all_reduce(self.sums)
+        return self
+
+    def read(self) -> dict[str, list[float]]:
+        """Return the ratios and start anew.
+
+        Returns:
+            per step: `loss` (mean), `accuracy` (share of correct drafts), `conditional` (the same where all
+            earlier drafts of the chain were correct).
+        """
+        count, loss, correct, chains, unbroken = self.sums.cpu()
+        self.sums.zero_()
+        return {
+            "loss": _ratios(loss, count),
+            "accuracy": _ratios(correct, count),
+            "conditional": _ratios(unbroken, chains),
+        }
+
+
+def expected_acceptance_length(conditional: Sequence[float]) -> float:
+    """Return 1 + sum_{t<k} prod_{i<=t} conditional_i: tokens per verification of a greedy chain of k drafts."""
+    length, unbroken = 1.0, 1.0
+    for rate in conditional:
+        unbroken *= rate
+        length += unbroken
+    return length
+
+
+def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int) -> list[int]:
+    """Return for every root, in position order, how many leading drafts equal the tokens that follow [R]."""
+    drafted = target_ids[outcome.drafted].split(row.alive)
+    accepted = torch.zeros(len(row.ranks), dtype=torch.int64, device=row.ranks.device)
+    unbroken: Tensor | None = None
+    for t, ids in enumerate(drafted[:drafts]):
+        hit = ids == row.labels[row.ranks[: len(ids)] + t]
+        unbroken = hit if unbroken is None else unbroken[: len(ids)] & hit
+        accepted[: len(ids)] += unbroken
+    in_position_order = torch.empty_like(accepted)
+    in_position_order[row.ranks] = accepted
+    result: list[int] = in_position_order.tolist()
+    return result
+
+
+class Acceptance:
+    """Replays serving: which roots would be verified, and how many drafts each time would be kept."""
+
+    def __init__(self, drafts: int) -> None:
+        self.drafts = drafts
+        self.offered = [0] * drafts
+        """steps in which draft i was checked: all earlier ones were kept"""
+        self.kept = [0] * drafts
+        self.steps = 0
+
+    def replay(self, accepted: Sequence[int]) -> None:
+        """Walk one generated span, given the accepted drafts of its roots in order: p -> p + accepted + 1."""
+        place = 0
+        while place < len(accepted):
+            kept = accepted[place]
+            self.steps += 1
+            # Near the end of the generation fewer tokens are left than drafts.
+            for i in range(min(kept + 1, self.drafts, len(accepted) - place)):
+                self.offered[i] += 1
+                self.kept[i] += i < kept
+            place += kept + 1
+
+    @property
+    def length(self) -> float:
+        """Tokens gained per verification step: 1 + accepted / steps."""
+        return 1 + sum(self.kept) / max(self.steps, 1)
+
+    def summary(self) -> dict[str, Any]:
+        """Return acceptance length, conditional acceptance per position, and the counts behind them."""
+        return {
+            "acceptance_length": self.length,
+            "per_position": [kept / max(offered, 1) for kept, offered in zip(self.kept, self.offered, strict=True)],
+            "steps": self.steps,
+            "accepted": sum(self.kept),
+        }
+
+    def merge(self, other: Acceptance) -> None:
+        """Add another replay's counts."""
+        self.steps += other.steps
+        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
+        self.kept = [a + b for a, b in zip(self.kept, other.kept, strict=True)]
+
+
+def _ratios(part: Tensor, whole: Tensor) -> list[float]:
+    result: list[float] = (part / whole.clamp_min(1)).tolist()
+    return result

@@ -1,0 +1,238 @@
+"""The objective: vocabulary projections, teacher, loss and gradients, chunk by chunk.
+
+For root p and step t the student's logits are z_t[p] = lm_head h_t[p]; its teacher is the target's distribution for
+x[p+2+t], l[p+t] = W N(y[p+1+t]), and p+t is a root, too. So the teacher of every root is computed once and serves all
+steps. No [rows, vocabulary] tensor is ever whole: a chunk of teacher rows is projected together with all student
+rows that it teaches, and their gradients are computed on the spot.
+
+With D the draft vocabulary, s = softmax(z), true r = softmax(l)[D], renormalised q = softmax(l[D]):
+
+    kl         sum q log(q/s)                            dz = s - q            (true mass: r for q, dz = sum(r) s - r)
+    ce         -log s[top]                               dz = s - onehot(top)
+    lk_alpha   -log a,  a = sum min(r, s)                dz = -s ([s<r] - m)/a,  m = sum s [s<r]
+    lk_lambda  w kl + (1-w)(1-a), w = scale exp(-decay a), w constant      (arXiv 2602.23881)
+
+`top` is the target's most likely token over its whole vocabulary. Where it is outside D, kl on q and ce say nothing
+true: such rows carry no loss there (they still count in the average), and the draft is wrong in every metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle3.draft.accelerate import compiled_on_gpu
+from eagle3.draft.rows import Row
+from eagle3.draft.settings import DraftSettings
+from eagle3.target import HeadWeights
+
+# Bytes of one chunk's logits. On CPU small enough for the cache and for the allocator to reuse the memory.
+CHUNK_BYTES = {"cpu": 24 << 20, "cuda": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which loss, and the weight of every step: decay^t, or 1 in the sampled unroll."""
+
+    loss: str
+    true_mass: bool
+    lk_scale: float
+    lk_decay: float
+    step_weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, settings: DraftSettings, *, sampled: bool) -> Objective:
+        weights = tuple(1.0 if sampled else settings.decay**t for t in range(settings.unroll))
+        return cls(settings.loss, settings.true_mass, settings.lk_scale, settings.lk_decay, weights)
+
+    @property
+    def student(self) -> tuple[str, float, float]:
+        """What the student's gradient depends on."""
+        return self.loss, self.lk_scale, self.lk_decay
+
+
+class Teacher(NamedTuple):
+    """The target's head, with the rows of the draft vocabulary first: l[D] is a slice of l."""
+
+    norm: Tensor
+    lm_head: Tensor
+    """[V, H]"""
+    eps: float
+    draft_vocab_size: int
+
+    @classmethod
+    def of(cls, head: HeadWeights, target_ids: Tensor, device: torch.device, dtype: torch.dtype) -> Teacher:
+        chosen = torch.zeros(len(head.lm_head), dtype=torch.bool).index_fill_(0, target_ids.cpu(), True)
+        order = torch.cat([target_ids.cpu(), (~chosen).nonzero()[:, 0]])
+        lm_head = head.lm_head.to(device, dtype)[order.to(device)]
+        return cls(head.norm.to(device, dtype), lm_head, head.rms_norm_eps, len(target_ids))
+
+
+class Outcome(NamedTuple):
+    """What came of every pair (t, root), in the order of the unroll's outputs [M]."""
+
+    loss: Tensor
+    """float32, unweighted"""
+    drafted: Tensor
+    """int64: argmax of z, an index into the draft vocabulary"""
+    correct: Tensor
+    """bool: whether that is the target's most likely token"""
+
+
+def projected_loss(
+    outputs: Sequence[Tensor],
+    lm_head: Tensor,
+    teacher: Teacher,
+    row: Row,
+    objective: Objective,
+    totals: Sequence[int],
+) -> tuple[Tensor, Outcome]:
+    """Return the row's share of the loss and what was drafted.
+
+    Args:
+        outputs: h_t [n_t, H] for every step, from `unroll`.
+        lm_head: [Vd, H].
+        teacher: the target's head.
+        row: the row that `outputs` belong to.
+        objective: loss and step weights.
+        totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
+
+    Returns:
+        sum over t and roots of step_weight_t / totals_t * loss_t[p], and the outcome of every pair.
+    """
+    scales = [weight / max(total, 1) for weight, total in zip(objective.step_weights, totals, strict=True)]
+    hidden = torch.cat(list(outputs))
+    loss, *outcome = _ProjectedLoss.apply(hidden, lm_head, teacher, row, objective, scales)
+    return loss, Outcome(*outcome)
+
+
+class _ProjectedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        teacher: Teacher,
+        row: Row,
+        objective: Objective,
+        scales: Sequence[float],
+    ) -> tuple[Tensor, ...]:
+        needed = ctx.needs_input_grad[0]
+        weights = torch.tensor(scales, device=hidden.device)[row.pair_steps]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        loss = torch.empty(len(hidden), device=hidden.device)
+        drafted = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if needed else None
+        d_head = torch.zeros_like(lm_head, dtype=torch.float32) if needed else None
+        for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head), hidden.device):
+            lesson = _lesson(row.teacher[taught], teacher, objective)
+            pairs, weight = row.pairs[chunk], weights[chunk]
+            rows = hidden.index_select(0, pairs)
+            part, choice, d_logits = _student(
+                F.linear(rows, lm_head), row.pair_teachers[chunk] - taught.start, weight, lesson, *objective.student
+            )
+            total += (part * weight).sum()
+            loss[pairs] = part
+            drafted[pairs] = choice
+            correct[pairs] = choice == lesson.top[row.pair_teachers[chunk] - taught.start]
+            if d_hidden is not None and d_head is not None:
+                d_hidden[pairs] = d_logits @ lm_head
+                d_head += d_logits.mT @ rows
+        if d_hidden is not None and d_head is not None:
+            ctx.save_for_backward(d_hidden, d_head.to(lm_head.dtype))
+        ctx.mark_non_differentiable(loss, drafted, correct)
+        return total, loss, drafted, correct
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        d_hidden, d_head = ctx.saved_tensors
+        scale = gradients[0]
+        return (scale * d_hidden).to(d_hidden.dtype), (scale * d_head).to(d_head.dtype), None, None, None, None
+
+
+class _Lesson(NamedTuple):
+    """What B teacher rows teach."""
+
+    target: Tensor
+    """[B, Vd] float32: q, r or onehot(top); 0 where a row carries no loss"""
+    mass: Tensor
+    """[B], its sum"""
+    negentropy: Tensor
+    """[B], sum of target log target"""
+    true: Tensor
+    """[B, Vd], r (empty unless the loss reads it)"""
+    top: Tensor
+    """[B] int64; below Vd if the most likely token is in the draft vocabulary"""
+
+
+def _lesson(states: Tensor, teacher: Teacher, objective: Objective) -> _Lesson:
+    normed = F.rms_norm(states.to(teacher.norm.dtype), teacher.norm.shape, teacher.norm, teacher.eps)
+    if normed.is_cuda and normed.dtype != torch.float32:
+        logits = torch.mm(normed, teacher.lm_head.mT, out_dtype=torch.float32)
+    else:
+        logits = F.linear(normed, teacher.lm_head)
+    return _Lesson(*_targets(logits, teacher.draft_vocab_size, objective.loss, objective.true_mass))
+
+
+@compiled_on_gpu
+def _targets(logits: Tensor, size: int, loss: str, true_mass: bool) -> tuple[Tensor, ...]:
+    """Full logits [B, V], draft vocabulary first -> the fields of a lesson."""
+    top = logits.argmax(-1)
+    chosen = logits[:, :size]
+    lk = loss.startswith("lk")
+    true = (chosen - logits.logsumexp(-1, keepdim=True)).exp() if lk or true_mass else logits[:, :0]
+    if loss == "ce":
+        target = (top[:, None] == torch.arange(size, device=top.device)).float()
+    elif true_mass:
+        target = true
+    else:
+        target = chosen.softmax(-1) * (top < size)[:, None]
+    negentropy = torch.special.xlogy(target, target).sum(-1)
+    return target, target.sum(-1), negentropy, true, top
+
+
+@compiled_on_gpu
+def _student(
+    logits: Tensor, teachers: Tensor, weights: Tensor, lesson: _Lesson, loss: str, lk_scale: float, lk_decay: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, choice and weighted gradient of logits [m, Vd] taught by rows `teachers` [m] of a lesson."""
+    z = logits.float()
+    target, mass = lesson.target[teachers], lesson.mass[teachers]
+    log_sum = z.logsumexp(-1)
+    value = lesson.negentropy[teachers] + mass * log_sum - (target * z).sum(-1)
+    student = (z - log_sum[:, None]).exp()
+    gradient = student * mass[:, None] - target
+    if loss.startswith("lk"):
+        true = lesson.true[teachers]
+        below = student < true
+        accepted = torch.where(below, student, true).sum(-1)
+        d_accepted = student * (below.float() - torch.where(below, student, 0).sum(-1, keepdim=True))
+        if loss == "lk_alpha":
+            # Where nothing at all can be accepted the gradient is 0/0; such rows give none.
+            accepted = accepted.clamp_min(torch.finfo(torch.float32).tiny)
+            value, gradient = -accepted.log(), -d_accepted / accepted[:, None]
+        else:
+            share = lk_scale * (-lk_decay * accepted).exp()
+            value = share * value + (1 - share) * (1 - accepted)
+            gradient = share[:, None] * gradient - (1 - share)[:, None] * d_accepted
+    return value, z.argmax(-1), (gradient * weights[:, None]).to(logits.dtype)
+
+
+def _chunks(row: Row, V: int, Vd: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Cut the teacher rows so that the larger of the teacher's and the students' logits fits the budget.
+
+    Yields:
+        a slice of teacher rows, and the slice of `row.pairs` that they teach.
+    """
+    width = 4 * max(V, Vd * len(row.alive))
+    size = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // width)
+    bounds = row.pair_bounds
+    for first in range(0, len(bounds) - 1, size):
+        last = min(first + size, len(bounds) - 1)
+        yield slice(first, last), slice(bounds[first], bounds[last])

@@ -1,0 +1,69 @@
+"""Rotary position embedding, with the target's own frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.draft.config import DraftConfig
+
+
+class Rotary(NamedTuple):
+    """What turns positions into rotations."""
+
+    frequencies: Tensor
+    """[d/2], float32, radians per position"""
+    scale: float
+    """factor on cos and sin (yarn's attention factor)"""
+    interleaved: bool
+    """pairs are (0,1), (2,3).. as in DeepSeek; else (0,d/2), (1,d/2+1).. as in Llama"""
+
+
+def rotary(config: DraftConfig, device: torch.device) -> Rotary:
+    """Return the rotation of a draft.
+
+    Scaled types (linear, llama3, yarn) come from transformers' own functions.
+    """
+    dim = config.latent.qk_rope_head_dim if config.latent else config.head_dim
+    interleaved = config.latent is not None
+    parameters = config.rope_parameters
+    if parameters["rope_type"] == "default":
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return Rotary(parameters["rope_theta"] ** -exponents, 1.0, interleaved)
+
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    carrier = LlamaConfig(
+        head_dim=dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(parameters),
+    )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](carrier, device)
+    return Rotary(frequencies.float(), float(scale), interleaved)
+
+
+def softmax_scale(config: DraftConfig) -> float:
+    """Return the factor on attention scores; DeepSeek's yarn sharpens it by mscale squared."""
+    scale = config.head_dim**-0.5
+    parameters = config.rope_parameters
+    if config.latent and parameters["rope_type"] == "yarn" and parameters.get("mscale_all_dim"):
+        sharpening = 0.1 * float(parameters["mscale_all_dim"]) * math.log(float(parameters["factor"])) + 1.0
+        scale *= sharpening * sharpening
+    return scale
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, scale: float, interleaved: bool) -> Tensor:
+    """Rotate heads [n, heads, d] by their positions [n]; float32 inside."""
+    angles = positions.to(torch.float32)[:, None, None] * frequencies
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    if interleaved:
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = x.float().chunk(2, dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return joined.to(x.dtype)

@@ -1,0 +1,171 @@
+"""Rows: a few samples packed end to end, with everything that one pass of the unroll needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.draft.attention import Segments
+from eagle3.draft.packing import Array, Spans, sample_lifetimes, supervised_roots
+from eagle3.errors import Eagle3Error
+
+
+class States(Protocol):
+    """Hidden states of one sample, as `eagle3.hidden_states.reader` gives them."""
+
+    id: str
+    token_ids: Tensor
+    """[n] int32"""
+    aux: Tensor
+    """[n, A, H] bf16: residual stream entering the auxiliary layers"""
+    last: Tensor
+    """[m, H] bf16: output of the last layer before the final norm"""
+    last_rows: Tensor
+    """[m] int64, ascending: the positions that `last` belongs to"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row. C context positions (a sample is read up to its last root), R roots, n_t roots alive at step t.
+
+    `root_context` and `teacher` are in position order ("rank"); `ranks` and `slots` in lifetime order, longest first,
+    so that the roots alive at step t are the first n_t.
+    """
+
+    ids: tuple[str, ...]
+    """the samples"""
+    aux: Tensor
+    """[C, A, H] bf16"""
+    next_tokens: Tensor
+    """[C] int64: x[p+1]"""
+    positions: Tensor
+    """[C] int64: p inside its sample"""
+    root_context: Tensor
+    """[R] int64: where the roots stand among the context positions"""
+    teacher: Tensor
+    """[R, H] bf16: y[p+1], from which the target predicts x[p+2]"""
+    labels: Tensor
+    """[R] int64: x[p+2]"""
+    ranks: Tensor
+    """[R] int64: rank of the i-th longest-lived root"""
+    slots: Tensor
+    """[R] int64: its place among the attention's queries"""
+    alive: tuple[int, ...]
+    """n_t for every step with roots alive"""
+    pairs: Tensor
+    """[M] int64: all (step, root) pairs as places among the unroll's outputs, in the order of their teachers"""
+    pair_teachers: Tensor
+    """[M] int64: rank of the pair's teacher"""
+    pair_steps: Tensor
+    """[M] int64"""
+    pair_bounds: list[int]
+    """[R+1]: the pairs that teacher r teaches are pair_bounds[r] .. pair_bounds[r+1]-1"""
+    segments: Segments
+
+    def to(self, device: torch.device) -> Row:
+        """Move the row; asynchronous from pinned memory."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        segments = Segments(
+            self.segments.q,
+            self.segments.k,
+            self.segments.q_offsets.to(device, non_blocking=True),
+            self.segments.k_offsets.to(device, non_blocking=True),
+        )
+        return replace(self, segments=segments, **moved)
+
+    def pin(self) -> Row:
+        """Copy the row into page-locked memory."""
+        pinned = {
+            field.name: value.pin_memory()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **pinned)
+
+
+def build_row(
+    samples: Sequence[tuple[States, Spans]], unroll: int, decay: float = 1.0, random: np.random.Generator | None = None
+) -> Row:
+    """Pack samples into one row.
+
+    Args:
+        samples: hidden states and spans; every one has at least one root.
+        unroll: number of steps T.
+        decay: with `random`, the share of roots that the sampled unroll keeps at each step.
+        random: None for the exact unroll.
+    """
+    parts = [_part(states, spans, unroll) for states, spans in samples]
+    starts = np.concatenate([[0], np.cumsum([part.context for part in parts])])
+    # Queries of a sample reach from its first root to its last one; places between two spans stay empty.
+    firsts = np.array([part.roots[0] for part in parts])
+    query_starts = np.concatenate([[0], np.cumsum([part.context - part.roots[0] for part in parts])])
+    offsets = zip(parts, starts[:-1], query_starts[:-1] - firsts, strict=True)
+    slots, root_context = [], []
+    for part, start, shift in offsets:
+        root_context.append(part.roots + start)
+        slots.append(part.roots + shift)
+    lifetimes = np.concatenate([part.lifetimes for part in parts])
+    if random is not None:
+        lifetimes = sample_lifetimes(lifetimes, decay, random)
+    order = np.argsort(-lifetimes, kind="stable")
+    alive = tuple(int(n) for t in range(unroll) if (n := (lifetimes > t).sum()))
+    # Root p at step t is taught by root p+t.
+    pair_teachers = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
+    pair_steps = np.repeat(np.arange(len(alive)), alive)
+    pairs = np.argsort(pair_teachers, kind="stable")
+    return Row(
+        ids=tuple(states.id for states, _ in samples),
+        aux=torch.cat([states.aux[: part.context] for (states, _), part in zip(samples, parts, strict=True)]),
+        next_tokens=torch.cat([part.tokens[1 : part.context + 1] for part in parts]),
+        positions=torch.cat([torch.arange(part.context) for part in parts]),
+        root_context=torch.from_numpy(np.concatenate(root_context)),
+        teacher=torch.cat([part.teacher for part in parts]),
+        labels=torch.cat([part.tokens[part.roots + 2] for part in parts]),
+        ranks=torch.from_numpy(order),
+        slots=torch.from_numpy(np.concatenate(slots)[order]),
+        alive=alive,
+        pairs=torch.from_numpy(pairs),
+        pair_teachers=torch.from_numpy(pair_teachers[pairs]),
+        pair_steps=torch.from_numpy(pair_steps[pairs]),
+        pair_bounds=np.searchsorted(pair_teachers[pairs], np.arange(len(order) + 1)).tolist(),
+        segments=Segments(
+            query_starts.tolist(),
+            starts.tolist(),
+            torch.from_numpy(query_starts.astype(np.int32)),
+            torch.from_numpy(starts.astype(np.int32)),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    roots: Array
+    lifetimes: Array
+    context: int
+    tokens: Tensor
+    teacher: Tensor
+
+
+def _part(states: States, spans: Spans, unroll: int) -> _Part:
+    roots, lifetimes = supervised_roots(spans, unroll)
+    rows = states.last_rows.numpy()
+    wanted = roots + 1
+    found = np.searchsorted(rows, wanted)
+    if found.max(initial=-1) >= len(rows) or (rows[found] != wanted).any():
+        raise Eagle3Error(
+            "the hidden states lack last-layer rows that the loss reads",
+            where=f"sample {states.id}",
+            found=f"{len(rows)} rows for {len(states.token_ids)} tokens",
+            expected=f"rows {wanted[0]} to {wanted[-1]} inside the spans {[list(span) for span in spans]}",
+            remedy="delete the hidden states and run snakemake again",
+        )
+    return _Part(roots, lifetimes, int(roots[-1]) + 1, states.token_ids.long(), states.last[torch.from_numpy(found)])
