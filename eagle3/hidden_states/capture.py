@@ -284,7 +284,7 @@ def _stats(
     finished = [progress.finished[number] for number in range(settings.shards)]
     assert progress.recipe is not None
     samples = sum(len(one.samples) for one in wanted)
-    stored = sum(len(found.shard) for found in finished)
+    stored = sum(len(found.ids) for found in finished)
     assert stored + len(failures) == samples
     disagreed = sorted(sample for found in finished for sample in found.disagreed)
     agreement = 1 - len(disagreed) / stored
@@ -292,13 +292,13 @@ def _stats(
         raise disagreement(agreement, stored, settings.min_teacher_agreement, disagreed)
     statistics = sum((found.statistics for found in finished), Statistics.zero(len(progress.recipe.layer_ids)))
     plain = 2 * int(statistics.values.sum())
-    size = sum(found.shard.path.stat().st_size for found in finished)
+    size = sum(found.bytes for found in finished)
     return {
         "samples": samples,
         "sequences": len(wanted),
         "stored": stored,
         "failed": dict(sorted(Counter(failure.reason for failure in failures.values()).items())),
-        "tokens": sum(int(found.shard.tokens.sum()) for found in finished),
+        "tokens": sum(found.tokens for found in finished),
         "bytes": size,
         "share_of_bf16": size / plain,
         "teacher_agreement": agreement,

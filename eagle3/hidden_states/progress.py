@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 class Finished:
     """A shard that was read back in full, and what was counted in it."""
 
-    shard: Shard
+    recipe: Recipe
+    ids: list[str]
+    tokens: int
+    bytes: int
     statistics: Statistics
     disagreed: list[str]
     """Samples whose teacher token is not the engine's."""
@@ -66,10 +69,10 @@ class Progress:
         for number in range(shards):
             if (found := self._take_up(number, part)) is not None:
                 self.finished[number] = found
-                self.recipe = self.recipe or found.shard.recipe
+                self.recipe = self.recipe or found.recipe
             else:
                 self.logs[number] = Log(log_path(self._scratch, number), part, self._states - 1)
-        self._ids = {sample for found in self.finished.values() for sample in found.shard.ids}
+        self._ids = {sample for found in self.finished.values() for sample in found.ids}
 
     def __contains__(self, sample: str) -> bool:
         return sample in self._ids or any(sample in log.entries for log in self.logs.values())
@@ -117,7 +120,7 @@ class Progress:
         except Eagle3Error as error:
             console.say(f"{error}\n  its samples are captured anew")
         else:
-            if found.shard.recipe.part == part:
+            if found.recipe.part == part:
                 return found
         path.unlink()
         return None
@@ -143,7 +146,8 @@ class Progress:
             statistics += audit.statistics
             if audit.entry.next_token != audit.entry.teacher_token:
                 disagreed.append(audit.entry.id)
-        return Finished(shard, statistics, disagreed)
+        size = path.stat().st_size
+        return Finished(shard.recipe, shard.ids, int(shard.tokens.sum()), size, statistics, disagreed)
 
     def __enter__(self) -> Progress:
         return self
