@@ -57,20 +57,42 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise zstandard.ZstdError("the file ends in the middle of a frame")
 
 
+class RecordWriter:
+    """Writes a `.jsonl.zst` file, whole or not at all: it appears when the context ends without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.count = 0
+        self._path = path
+        self._temporary = path.with_name(path.name + ".tmp")
+
+    def write(self, record: Record) -> None:
+        self._stream.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        self.count += 1
+
+    def __enter__(self) -> RecordWriter:
+        self._raw = self._temporary.open("wb")
+        compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
+        self._stream = compressor.stream_writer(self._raw, closefd=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._raw:
+            if kind is not None:
+                return
+            self._stream.flush(zstandard.FLUSH_FRAME)
+            self._raw.flush()
+            os.fsync(self._raw.fileno())
+        self._temporary.replace(self._path)
+
+
 def write_records(path: Path, records: Iterable[Record]) -> int:
     """Write records as `.jsonl.zst`, whole or not at all; return their number."""
-    temporary = path.with_name(path.name + ".tmp")
-    count = 0
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
-    with temporary.open("wb") as raw:
-        with compressor.stream_writer(raw, closefd=False) as stream:
-            for record in records:
-                stream.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-                count += 1
-        raw.flush()
-        os.fsync(raw.fileno())
-    temporary.replace(path)
-    return count
+    with RecordWriter(path) as writer:
+        for record in records:
+            writer.write(record)
+    return writer.count
 
 
 def write_json(path: Path, value: object) -> None:

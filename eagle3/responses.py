@@ -82,7 +82,7 @@ def make(
     missing = [number for number, path in enumerate(paths) if not _is_complete(path, shards[number])]
     if missing:
         run = _Run(settings, pinned, [[_Conversation(prompt) for prompt in shards[number]] for number in missing])
-        with open_engine(engine, machine, pinned) as opened, RecordLog(folder / ".turns.jsonl") as log:
+        with open_engine(engine, machine, pinned, folder) as opened, RecordLog(folder / ".turns.jsonl") as log:
             run.answer(opened, log)
             identity = {"name": opened.name, **opened.versions}
         for number, shard in zip(missing, run.shards, strict=True):

@@ -1,12 +1,27 @@
-"""Samples: raw responses become clean token samples with spans; what is not clean is rejected with a reason."""
+"""Samples: raw responses become clean token samples with spans; what is not clean is rejected with a reason.
+
+A sample is one generation: the prompt's ids and the generated ids, exactly as the engine saw and produced them. Its
+span is the generated part. Nothing is rendered or tokenized again.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
+from eagle3.chat import Chat, load_chat
+from eagle3.console import progress
+from eagle3.records import Record, RecordWriter, read_records, write_json
 from eagle3.settings import Settings
+from eagle3.target import load_target
+
+# A shorter repetition is a ruler or a row of digits, not a loop.
+_LOOP_TOKENS = 32
 
 
 class SamplesSettings(Settings):
@@ -14,9 +29,212 @@ class SamplesSettings(Settings):
 
     max_length: int = Field(default=2048, ge=8)
     """Most tokens of a sample (prompt and answer)."""
+    too_long: Literal["cut", "reject"] = "cut"
+    """Longer samples lose the end of their answer, or are rejected."""
     min_generated: int = Field(default=4, ge=1)
     """Fewest generated tokens worth training on."""
     truncated: Literal["keep", "reject"] = "keep"
     """Answers cut off by the token limit: their prefix is still what the target would say."""
+    require_reasoning: bool = False
+    """Reject answers without reasoning. Set it for a target that is served thinking."""
     max_repeats: int = Field(default=8, ge=2)
-    """Reject an answer that ends in the same passage repeated more often than this."""
+    """Reject an answer that ends in the same passage repeated more often than this, over 32 tokens at least."""
+    allowed_tokens: tuple[str, ...] = ()
+    """Special tokens that belong inside answers although the template also divides turns by them (gpt-oss:
+    `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`)."""
+
+
+class UncleanError(Exception):
+    """One generation cannot be trained on; `code` is stable, for counting."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(code)
+
+
+def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], folder: Path) -> dict[str, Any]:
+    """Write `samples.jsonl.zst`, `rejects.jsonl.zst` and `stats.json` into `folder`.
+
+    Args:
+        settings: what counts as clean.
+        target: `target.json`.
+        responses: the shards of one part.
+        folder: where to work.
+    """
+    pinned = load_target(target)
+    cleaner = _Cleaner(settings, load_chat(pinned), pinned.vocab_size)
+    stats = _Stats()
+    with (
+        RecordWriter(folder / "samples.jsonl.zst") as samples,
+        RecordWriter(folder / "rejects.jsonl.zst") as rejects,
+        progress(None, "samples", "answers") as bar,
+    ):
+        for source, id, turn in _turns(responses):
+            bar.update(1)
+            try:
+                sample, reasoning = cleaner.clean(turn)
+            except UncleanError as fault:
+                stats.rejected(source, fault)
+                reason = {"reason": fault.code, "detail": fault.detail}
+                rejects.write({"id": id, "source": source, **reason, "record": turn})
+            else:
+                stats.accepted(source, sample, reasoning)
+                conversation, _, number = id.rpartition("-")
+                origin = {"conversation": conversation, "source": source, "turn": int(number)}
+                samples.write({"id": id, **origin, **sample})
+    found = stats.summary()
+    assert found["total"]["rows"] == samples.count + rejects.count
+    write_json(folder / "stats.json", found)
+    return {**found["total"], "supervised share": found["supervised_share"]}
+
+
+def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, Record]]:
+    """Yield source, sample id and record of every generation."""
+    for path in responses:
+        for record in read_records(path):
+            for number, turn in enumerate(record["turns"]):
+                yield record["source"], f"{record['id']}-{number}", turn
+
+
+class _Cleaner:
+    """Decides what is clean."""
+
+    def __init__(self, settings: SamplesSettings, chat: Chat, vocab_size: int) -> None:
+        self._settings = settings
+        self._chat = chat
+        self._vocab_size = vocab_size
+        allowed = {id for id, text in chat.control.items() if text in settings.allowed_tokens}
+        allowed |= chat.answer_ids - chat.stop_ids
+        self._forbidden = (chat.turn_ids | chat.control.keys()) - allowed
+
+    def clean(self, turn: Record) -> tuple[Record, int]:
+        """Return the sample's own fields and the number of reasoning tokens in it.
+
+        Raises:
+            UncleanError: with one of the codes below, or one that the responses stage gave.
+        """
+        if turn["error"] is not None:
+            code, _, detail = turn["error"].partition(": ")
+            raise UncleanError(code, detail)
+        prompt, answer = turn["prompt_ids"], turn["token_ids"]
+        self._check_ids(turn, prompt, answer)
+        body = self._check_end(turn, answer)
+        reasoning = self._check_reasoning(turn, prompt, answer)
+        if len(answer) < self._settings.min_generated:
+            raise UncleanError("too_short", f"{len(answer)} generated tokens")
+        if (period := loop_period(body, self._settings.max_repeats)) is not None:
+            raise UncleanError("repetition", f"{period} tokens over and over")
+        sample = {"input_ids": [*prompt, *answer], "finish_reason": turn["finish_reason"]}
+        if len(sample["input_ids"]) > self._settings.max_length:
+            self._cut(sample, len(prompt))
+        sample["spans"] = [[len(prompt), len(sample["input_ids"])]]
+        return sample, min(reasoning, len(sample["input_ids"]) - len(prompt))
+
+    def _check_ids(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """The ids are the target's, and as many as the engine counted."""
+        if not prompt or not answer:
+            raise UncleanError("empty", f"{len(prompt)} prompt and {len(answer)} generated tokens")
+        for ids in (prompt, answer):
+            if min(ids) < 0 or max(ids) >= self._vocab_size:
+                raise UncleanError("bad_ids", f"{min(ids)} to {max(ids)}, vocabulary of {self._vocab_size}")
+        usage: Mapping[str, Any] = turn["raw"].get("usage") or {}
+        for name, ids in (("prompt_tokens", prompt), ("completion_tokens", answer)):
+            if usage.get(name, len(ids)) != len(ids):
+                raise UncleanError("count_mismatch", f"{name}: {usage[name]} counted, {len(ids)} received")
+
+    def _check_end(self, turn: Record, answer: list[int]) -> list[int]:
+        """The answer ends as its finish reason says; return it without its end."""
+        finish = turn["finish_reason"]
+        ended = answer[-1] in self._chat.stop_ids
+        body = answer[:-1] if ended else answer
+        if finish not in ("stop", "length", "tool_calls"):
+            raise UncleanError("unfinished", f"finish reason {finish!r}")
+        if finish == "length" and self._settings.truncated == "reject":
+            raise UncleanError("truncated", f"{len(answer)} generated tokens")
+        if finish != "length" and not ended:
+            raise UncleanError("no_end_of_turn", f"last token {answer[-1]}")
+        if not self._forbidden.isdisjoint(body):
+            found = next(id for id in body if id in self._forbidden)
+            raise UncleanError("special_token_inside", self._chat.control.get(found, str(found)))
+        message = turn["message"]
+        if finish == "stop" and not (message.get("content") or "").strip() and not message.get("tool_calls"):
+            raise UncleanError("empty", "no content")
+        return body
+
+    def _check_reasoning(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """What was reasoned is in the ids, and closed; return how many tokens it has."""
+        reasoning, _ = self._chat.split_reasoning(prompt, answer)
+        told = turn["message"].get("reasoning") or turn["message"].get("reasoning_content") or ""
+        if told.strip() and not reasoning:
+            raise UncleanError("reasoning_lost", "the engine returned reasoning that is not among the ids")
+        if self._settings.require_reasoning and not reasoning:
+            raise UncleanError("reasoning_missing")
+        marks = self._chat.reasoning_ids
+        if reasoning is not None and marks and turn["finish_reason"] == "stop" and marks[1] not in answer:
+            raise UncleanError("reasoning_open", f"{len(reasoning)} tokens")
+        return len(reasoning or ())
+
+    def _cut(self, sample: Record, prompt_length: int) -> None:
+        length, limit = len(sample["input_ids"]), self._settings.max_length
+        if self._settings.too_long == "reject" or limit - prompt_length < self._settings.min_generated:
+            raise UncleanError("too_long", f"{prompt_length} prompt tokens, {length} in all")
+        del sample["input_ids"][limit:]
+        sample["cut"] = True
+
+
+def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
+    """Return the length of the passage that `ids` ends in more than `max_repeats` times in a row, if any.
+
+    The last repetition may be broken off. Repetitions count from 32 tokens on.
+    """
+    backwards = np.asarray(ids)[::-1]
+    longest = len(backwards) // (max_repeats + 1)
+    if not longest:
+        return None
+    for period in np.flatnonzero(backwards[1 : longest + 1] == backwards[0]) + 1:
+        length = max(max_repeats * period, _LOOP_TOKENS - period)
+        if length + period <= len(backwards) and np.array_equal(
+            backwards[:length], backwards[period : period + length]
+        ):
+            return int(period)
+    return None
+
+
+class _Stats:
+    """Counts per source and reason, and histograms of lengths."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Counter[str]] = defaultdict(Counter)
+        self._rejects: dict[str, Counter[str]] = defaultdict(Counter)
+        self._lengths: dict[str, Counter[int]] = {name: Counter() for name in ("prompt", "reasoning", "answer")}
+
+    def rejected(self, source: str, fault: UncleanError) -> None:
+        self._sources[source]["rows"] += 1
+        self._rejects[source][fault.code] += 1
+
+    def accepted(self, source: str, sample: Record, reasoning: int) -> None:
+        [[start, end]] = sample["spans"]
+        counts = self._sources[source]
+        counts.update(rows=1, samples=1, tokens=end, generated=end - start, cut=int("cut" in sample))
+        counts["truncated"] += sample["finish_reason"] == "length"
+        lengths = {"prompt": start, "reasoning": reasoning, "answer": end - start - reasoning}
+        for name, length in lengths.items():
+            # The least power of two that is not less.
+            self._lengths[name][1 << max(length - 1, 0).bit_length() if length else 0] += 1
+
+    def summary(self) -> dict[str, Any]:
+        """Return all counts; every row is accounted for."""
+        sources = {}
+        for name, counts in sorted(self._sources.items()):
+            rejects = self._rejects[name]
+            assert counts["rows"] == counts["samples"] + rejects.total()
+            sources[name] = {**counts, "rejects": dict(sorted(rejects.items()))}
+        total = sum(self._sources.values(), Counter(rows=0, samples=0, tokens=0, generated=0))
+        rejects = sum(self._rejects.values(), Counter[str]())
+        return {
+            "sources": sources,
+            "total": {**total, "rejects": dict(sorted(rejects.items()))},
+            "supervised_share": total["generated"] / total["tokens"] if total["tokens"] else 0.0,
+            "lengths": {name: {str(k): v for k, v in sorted(c.items())} for name, c in self._lengths.items()},
+        }
