@@ -7,7 +7,7 @@ that is not tracked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import orjson
 
 from eagle3 import manifest
 from eagle3.config import Config, resolve
-from eagle3.errors import Eagle3Error
+from eagle3.sources import find_files
 from eagle3.stages import stage_fingerprint, stage_settings
 
 DEMO = "smollm2-135m-instruct"
@@ -47,24 +47,8 @@ class Workflow:
         return _json(self._values["machine"])
 
     def prompt_sources(self) -> list[str]:
-        """Return the files of all prompt sources, source by source, sorted within each.
-
-        Raises:
-            Eagle3Error: a source matches no file.
-        """
-        files = []
-        for source in self.config.prompts.sources:
-            path = Path(source.path)
-            found = sorted(str(file) for file in _matching(path) if file.is_file())
-            if not found:
-                raise Eagle3Error(
-                    "a prompt source matches no file",
-                    where="`prompts.sources` in the configuration",
-                    found=source.path,
-                    remedy="give a file, a folder or a glob, relative to the folder where snakemake runs",
-                )
-            files += found
-        return files
+        """Return the files of all prompt sources, source by source, sorted within each."""
+        return [str(path) for source in self.config.prompts.sources for path in find_files(source.path)]
 
     def demo_model_files(self) -> list[str]:
         """Return the model files that the rule `target` makes: none unless the target is the demo."""
@@ -86,12 +70,6 @@ class Workflow:
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
         return settings
-
-
-def _matching(path: Path) -> Iterable[Path]:
-    if path.is_dir():
-        return path.rglob("*")
-    return Path(path.anchor).glob(str(path.relative_to(path.anchor)))
 
 
 def _json(value: object) -> str:
