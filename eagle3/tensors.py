@@ -1,0 +1,33 @@
+"""Safetensors files whose bytes depend on their content alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+
+def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    The library writes the metadata in an order that changes from process to process; here the header's keys are
+    sorted.
+    """
+    from safetensors.numpy import save
+
+    data = save({name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}, metadata=dict(metadata))
+    length = int.from_bytes(data[:8], "little")
+    header = orjson.dumps(orjson.loads(data[8 : 8 + length]), option=orjson.OPT_SORT_KEYS)
+    # Tensor data starts at a multiple of 8, as the format's own writer has it.
+    header += b" " * (-len(header) % 8)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + data[8 + length :])
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
