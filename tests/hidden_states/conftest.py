@@ -139,5 +139,3 @@ def make(model: LlamaForCausalLM, target: Path, samples: Path, monkeypatch: pyte
 def contents(folder: Path) -> dict[str, bytes]:
     """The artifact's files: all that do not begin with a dot."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
-
-
