@@ -103,17 +103,24 @@ class Engine(AbstractContextManager["Engine"], Protocol):
     def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
         """Capture the hidden states of every sequence, in any order."""
 
-    def serve(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int
-    ) -> Served:
+    def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
         """Answer every request, with `draft` (an exported folder) proposing `k` tokens a step if given."""
 
 
-def open_engine(settings: EngineSettings, machine: MachineSettings, target: Target) -> Engine:
+def open_engine(
+    settings: EngineSettings, machine: MachineSettings, target: Target, folder: Path | None = None
+) -> Engine:
     """Return the configured engine, as a context manager.
 
     The module is imported by name so that an edit of one engine does not count for artifacts of another.
+
+    Args:
+        settings: which engine, and what bears on its answers.
+        machine: where and how fast it runs.
+        target: the model.
+        folder: the job's work folder, where a managed server keeps its log; None for a temporary one.
     """
     module = importlib.import_module(f"eagle3.engines.{settings.name}")
-    engine: Engine = module.open_engine(settings, machine, target)
+    work = {} if folder is None else {"folder": folder}
+    engine: Engine = module.open_engine(settings, machine, target, **work)
     return engine

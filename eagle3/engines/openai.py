@@ -1,0 +1,117 @@
+"""Any OpenAI-compatible endpoint, for responses only: it gives text, and the ids are rebuilt from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from openai import AsyncOpenAI
+
+from eagle3.chat import UnrenderableError, load_chat
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
+from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
+from eagle3.engines.completion import chat_body, failed, read_message, read_raw
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.errors import Eagle3Error
+from eagle3.rebuild import RebuildError, rebuild
+from eagle3.target import Target
+
+
+def open_engine(
+    settings: EngineSettings, machine: MachineSettings, target: Target, folder: Path | None = None
+) -> OpenAIEngine:
+    """Return the endpoint at `machine.base_url`; the key is read from OPENAI_API_KEY."""
+    return OpenAIEngine(settings, machine, target)
+
+
+class OpenAIEngine:
+    """See `eagle3.engines.Engine`; the endpoint must serve the target itself."""
+
+    name = "openai"
+    batch_size = None
+
+    def __init__(self, settings: EngineSettings, machine: MachineSettings, target: Target) -> None:
+        if machine.base_url is None:
+            raise Eagle3Error(
+                "the endpoint has no address",
+                where="machine.base_url",
+                expected="http://host:port/v1",
+                remedy="set it, or set engine.name to vllm to have a server started",
+            )
+        self.concurrency = machine.concurrency
+        self._client = Client(machine.base_url, api_key(), timeout=machine.request_timeout)
+        self._model = str(self._client.model(settings.model)["id"])
+        self._chat = load_chat(target)
+        self.versions = {"endpoint_model": self._model}
+
+    def __enter__(self) -> OpenAIEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
+        """Yield answers as they come, with rebuilt ids.
+
+        Besides the errors of a request, `prompt_length` says that the endpoint renders the prompt otherwise than
+        the target's template does, `rebuilt_length` that the ids cannot be rebuilt.
+
+        Raises:
+            Eagle3Error: the endpoint is lost, or refuses everything.
+        """
+        return self._client.stream(
+            partial(self._answer, sampling), requests, limit=self.concurrency, recover=self._give_up
+        )
+
+    def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
+        """Not to be had from an endpoint."""
+        raise self._only_responses("hidden states")
+
+    def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
+        """Not to be had from an endpoint."""
+        raise self._only_responses("served acceptance")
+
+    async def _answer(self, sampling: Sampling, connection: AsyncOpenAI, request: GenerationRequest) -> Generation:
+        try:
+            prompt_ids = self._chat.render(
+                request.messages, tools=request.tools, template_kwargs=request.template_kwargs
+            )
+            answer = await self._client.ask(connection, "/chat/completions", chat_body(request, sampling, self._model))
+            usage = answer.get("usage") or {}
+            if usage.get("prompt_tokens") != len(prompt_ids):
+                detail = f"{len(prompt_ids)} tokens, the endpoint counted {usage.get('prompt_tokens')}"
+                raise RebuildError("prompt_length", detail)
+            choice = answer["choices"][0]
+            message = read_message(choice)
+            token_ids = rebuild(
+                self._chat, request, prompt_ids, message, choice["finish_reason"], usage["completion_tokens"]
+            )
+        except (RequestFailedError, RebuildError, UnrenderableError) as error:
+            return failed(request, error.code, error.detail)
+        return Generation(
+            id=request.id,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            finish_reason=choice["finish_reason"],
+            message=message,
+            raw=read_raw(answer),
+        )
+
+    def _give_up(self, lost: ServerLostError) -> None:
+        raise Eagle3Error(
+            "the endpoint was lost",
+            where=self._client.url,
+            found=lost,
+            remedy="run again when it is back: what was finished is kept",
+        )
+
+    def _only_responses(self, what: str) -> Eagle3Error:
+        return Eagle3Error(
+            f"an endpoint gives no {what}",
+            where="engine.name: openai",
+            remedy="set engine.name to vllm or transformers; finished responses stay in the store",
+        )

@@ -1,0 +1,117 @@
+"""Token ids from text, for endpoints that return none.
+
+What the target generated is put together from the parts of the answer: reasoning, its end mark, content, tool calls,
+end of turn. Every special token becomes its single id; the text between them is tokenised piece by piece. The
+endpoint's own count of generated tokens must come out, or the answer is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from eagle3.chat import Chat
+from eagle3.engines import GenerationRequest, Message
+
+# Stands for the content while the template writes what follows it.
+_CONTENT = "\u241f content \u241f"
+
+
+class RebuildError(Exception):
+    """The ids of an answer cannot be known; `code` is stable, for counting."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(f"{code}: {detail}")
+
+
+def rebuild(
+    chat: Chat,
+    request: GenerationRequest,
+    prompt_ids: Sequence[int],
+    message: Message,
+    finish_reason: str,
+    count: int,
+) -> list[int]:
+    """Return the ids that the target generated.
+
+    Args:
+        chat: the target's tokenizer and template.
+        request: what was asked.
+        prompt_ids: the prompt, as rendered for generation.
+        message: the answer: content, reasoning, tool_calls.
+        finish_reason: `length` means that the answer was cut off: it has no end of turn.
+        count: the endpoint's number of generated tokens.
+
+    Raises:
+        RebuildError: `rebuilt_length`: no way to put the parts together has `count` tokens.
+    """
+    heads = list(_heads(chat, prompt_ids, message))
+    content = _encode(chat, message["content"])
+    tails = [[]] if finish_reason == "length" else list(_tails(chat, request, message))
+    lengths = []
+    for head in heads:
+        for tail in tails:
+            ids = [*head, *content, *tail]
+            if len(ids) == count:
+                return ids
+            lengths.append(len(ids))
+    raise RebuildError("rebuilt_length", f"{' or '.join(map(str, lengths))} tokens, the endpoint counted {count}")
+
+
+def _heads(chat: Chat, prompt_ids: Sequence[int], message: Message) -> Iterator[list[int]]:
+    """Yield what may stand before the content, the likelier first."""
+    reasoning = _encode(chat, message.get("reasoning") or "")
+    if chat.reasoning_ids is None:
+        yield reasoning
+        return
+    opening, closing = chat.reasoning_ids
+    begun = next((id == opening for id in reversed(prompt_ids) if id in chat.reasoning_ids), False)
+    if not begun and not reasoning:
+        yield []
+        return
+    start = [] if begun else [opening]
+    # Without an end mark: cut off in the reasoning, or a tool call has ended it.
+    yield [*start, *reasoning, closing]
+    yield [*start, *reasoning]
+
+
+def _tails(chat: Chat, request: GenerationRequest, message: Message) -> Iterator[list[int]]:
+    """Yield what may follow the content, end of turn included: the template writes it."""
+    text = _after_content(chat, request, message)
+    for variant in dict.fromkeys((text, text.lstrip())):
+        ids = _encode(chat, variant)
+        end = next((place for place, id in enumerate(ids) if id in chat.stop_ids), None)
+        yield ids[: end + 1] if end is not None else [*ids, min(chat.stop_ids)]
+
+
+def _after_content(chat: Chat, request: GenerationRequest, message: Message) -> str:
+    """Render the finished answer and return what stands behind its content."""
+    calls = message.get("tool_calls") or []
+    arguments = [call["function"]["arguments"] for call in calls]
+    text = _render(chat, request, calls)
+    if all(argument in text for argument in arguments):
+        return text
+    # A template that wants the arguments as a mapping has quoted the string.
+    parsed = [
+        {**call, "function": {**call["function"], "arguments": orjson.loads(argument)}}
+        for call, argument in zip(calls, arguments, strict=True)
+    ]
+    return _render(chat, request, parsed)
+
+
+def _render(chat: Chat, request: GenerationRequest, calls: list[dict[str, Any]]) -> str:
+    answer: Message = {"role": "assistant", "content": _CONTENT}
+    if calls:
+        answer["tool_calls"] = calls
+    text: str = chat.tokenizer.apply_chat_template(
+        [*request.messages, answer], tools=request.tools, tokenize=False, **request.template_kwargs
+    )
+    return text.rpartition(_CONTENT)[2]
+
+
+def _encode(chat: Chat, text: str) -> list[int]:
+    return list(chat.tokenizer.encode(text, add_special_tokens=False)) if text else []
