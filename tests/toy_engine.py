@@ -73,7 +73,7 @@ def main(target: str, prompts: str, folder: str, batch_size: str, shards: str, k
     def open_engine(_: EngineSettings, __: MachineSettings, pinned: Target) -> ToyEngine:
         return ToyEngine(pinned, int(batch_size) or None, int(kill_after))
 
-    responses.open_engine = open_engine  # type: ignore[assignment]
+    setattr(responses, "open_engine", open_engine)  # noqa: B010
     return responses.make(
         ResponsesSettings(max_tokens=12, shards=int(shards)),
         EngineSettings(),
