@@ -1,0 +1,201 @@
+"""Report: what a run found, as figures and one table, for `snakemake --report`."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import orjson
+from matplotlib.figure import Figure
+
+from eagle3 import figures
+from eagle3.errors import Eagle3Error
+from eagle3.records import Record, read_json
+
+Rows = Mapping[str, Any]
+
+# The files that `make` writes, whatever its inputs hold; each figure has a caption in workflow/report/.
+FIGURES = ("training", "acceptance_positions", "acceptance_sources", "lengths", "rejects", "coverage")
+SUMMARY = "summary.html"
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Summary</title>
+<style>
+body {{ font: 15px/1.4 sans-serif; margin: 1.5em; color: #222 }}
+table {{ border-collapse: collapse; margin-bottom: 1.5em }}
+caption {{ text-align: left; font-weight: bold; padding: .3em 0 }}
+td {{ border-top: 1px solid #ddd; padding: .25em 1.5em .25em 0 }}
+td + td {{ text-align: right; font-variant-numeric: tabular-nums; padding-right: 0 }}
+</style>
+{tables}
+</html>
+"""
+
+
+def make(
+    *,
+    training_log: Path,
+    draft_metrics: Path,
+    acceptance: Sequence[Path],
+    samples_stats: Sequence[Path],
+    dataset_stats: Path,
+    vocabulary_stats: Path,
+    hidden_states_stats: Sequence[Path],
+    folder: Path,
+) -> dict[str, Any]:
+    """Write one SVG per name in `FIGURES`, and `summary.html`, into `folder`.
+
+    A source without figures (held-out prompts of that source were not served, say) is left out of the figure
+    concerned; a figure without anything to draw says so. The same inputs give the same bytes.
+
+    Args:
+        training_log: `log.jsonl` of the draft stage.
+        draft_metrics: `metrics.json` of the draft stage.
+        acceptance: every `acceptance.json`, simulated and served.
+        samples_stats: `stats.json` of the samples stage, one per part.
+        dataset_stats: `stats.json` of the dataset stage.
+        vocabulary_stats: `stats.json` of the vocabulary stage.
+        hidden_states_stats: `stats.json` of the hidden-state stage, one per part.
+        folder: where to work.
+
+    Returns:
+        the main figures.
+
+    Raises:
+        Eagle3Error: an input is missing or damaged.
+    """
+    measured = {found["kind"]: found for found in map(read_json, acceptance)}
+    samples = [read_json(path) for path in samples_stats]
+    vocabulary = read_json(vocabulary_stats)
+    with mpl.rc_context(figures.STYLE):
+        drawn = {
+            "training": _training(_read_log(training_log)),
+            **_acceptance(measured),
+            **_samples(samples),
+            "coverage": figures.coverage(vocabulary["size"], vocabulary["coverage"], vocabulary["sources"]),
+        }
+        for name in FIGURES:
+            figures.save(drawn[name], folder / f"{name}.svg")
+    sections = {
+        "Draft": _draft_rows(measured),
+        "Training": _training_rows(read_json(draft_metrics)),
+        "Data": _data_rows(samples, read_json(dataset_stats), vocabulary),
+        "Hidden states": _state_rows([read_json(path) for path in hidden_states_stats]),
+    }
+    tables = "\n".join(_table(title, rows) for title, rows in sections.items() if rows)
+    (folder / SUMMARY).write_text(_PAGE.format(tables=tables), encoding="utf-8")
+    return {"figures": len(FIGURES), **sections["Draft"]}
+
+
+def _read_log(path: Path) -> list[Record]:
+    try:
+        return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise Eagle3Error("a training log cannot be read", where=path, found=error) from None
+
+
+def _training(log: Sequence[Record]) -> Figure:
+    lines = [record for record in log if record["kind"] == "train"]
+    evaluations = [record for record in log if record["kind"] == "evaluation"]
+    return figures.training(
+        [line["step"] for line in lines],
+        [line["loss"] for line in lines],
+        [line["conditional"] for line in lines],
+        [(found["step"], found["acceptance_length"]) for found in evaluations],
+    )
+
+
+def _acceptance(measured: Mapping[str, Record]) -> dict[str, Figure]:
+    per_source: dict[str, dict[str, float | None]] = {}
+    for kind, found in measured.items():
+        for source, part in found["per_source"].items():
+            per_source.setdefault(source, {})[kind] = part["acceptance_length"]
+    return {
+        "acceptance_positions": figures.positions(
+            {kind: found["acceptance_length"] for kind, found in measured.items()},
+            {kind: found["per_position"] for kind, found in measured.items()},
+        ),
+        "acceptance_sources": figures.sources(
+            per_source, max((found["drafts"] for found in measured.values()), default=1)
+        ),
+    }
+
+
+def _samples(parts: Sequence[Record]) -> dict[str, Figure]:
+    lengths: dict[str, Counter[int]] = {}
+    rejects: Counter[str] = Counter()
+    for part in parts:
+        rejects.update(part["total"]["rejects"])
+        for name, bins in part["lengths"].items():
+            lengths.setdefault(name, Counter()).update({int(bound): count for bound, count in bins.items()})
+    kept = sum(part["total"]["samples"] for part in parts)
+    return {"lengths": figures.lengths(lengths), "rejects": figures.rejects(rejects, kept)}
+
+
+def _draft_rows(measured: Mapping[str, Record]) -> Rows:
+    rows: dict[str, Any] = {}
+    for kind, found in measured.items():
+        rows[f"acceptance length, {kind}"] = found["acceptance_length"]
+        rows[f"verification steps, {kind}"] = found["steps"]
+    served = measured.get("served", {})
+    if speed := served.get("tokens_per_second"):
+        rows["engine"] = served.get("engine")
+        rows["tokens/s with the draft"] = speed["with_draft"]
+        rows["tokens/s without"] = speed["without_draft"]
+        rows["speed-up"] = speed["with_draft"] / speed["without_draft"]
+    return rows
+
+
+def _training_rows(metrics: Record) -> Rows:
+    return {
+        "optimiser steps": metrics.get("steps"),
+        "best weights after step": metrics.get("best_step"),
+        "held-out acceptance length": metrics.get("acceptance_length"),
+        "skipped steps (gradient not finite)": metrics.get("skipped_steps"),
+    }
+
+
+def _data_rows(samples: Sequence[Record], dataset: Record, vocabulary: Record) -> Rows:
+    rejected = sum(part["total"]["rows"] - part["total"]["samples"] for part in samples)
+    total = dataset["total"]
+    return {
+        "generations rejected": rejected,
+        "training samples": total.get("train samples"),
+        "training tokens": total.get("train tokens"),
+        "of which generated by the target": total.get("train supervised tokens"),
+        "held-out samples": total.get("eval samples"),
+        "draft vocabulary": vocabulary["size"],
+        "its coverage of generated tokens": vocabulary["coverage"],
+    }
+
+
+def _state_rows(parts: Sequence[Record]) -> Rows:
+    stored = sum(part["stored"] for part in parts)
+    agreed = sum(part["teacher_agreement"] * part["stored"] for part in parts)
+    return {
+        "samples captured": stored,
+        "samples that could not be captured": sum(sum(part["failed"].values()) for part in parts),
+        "agreement with the engine's own next token": agreed / stored if stored else None,
+        "size (GB)": sum(part["bytes"] for part in parts) / 1e9,
+    }
+
+
+def _table(title: str, rows: Rows) -> str:
+    cells = "\n".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_text(value))}</td></tr>"
+        for name, value in rows.items()
+        if value is not None
+    )
+    return f"<table>\n<caption>{html.escape(title)}</caption>\n{cells}\n</table>"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

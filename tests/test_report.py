@@ -1,0 +1,248 @@
+"""The report: drawn from what the stages write, and standing up to what they leave out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jinja2
+import numpy as np
+import orjson
+import pytest
+from docutils.core import publish_parts  # type: ignore[import-untyped]
+
+from eagle3 import report
+from eagle3.acceptance import Drafted, summarise
+from eagle3.dataset import DatasetSettings
+from eagle3.dataset import make as make_dataset
+from eagle3.errors import Eagle3Error
+from eagle3.records import write_json, write_records
+
+SOURCES = ("chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation")
+CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"
+DRAFTS = 3
+Reported = tuple["Run", Path, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The inputs of a report, as `report.make` takes them."""
+
+    training_log: Path
+    draft_metrics: Path
+    acceptance: tuple[Path, ...]
+    samples_stats: tuple[Path, ...]
+    dataset_stats: Path
+    vocabulary_stats: Path
+    hidden_states_stats: tuple[Path, ...]
+
+    def report(self, folder: Path) -> dict[str, Any]:
+        folder.mkdir()
+        return report.make(**vars(self), folder=folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Return a run like the demo, with figures a real one might have."""
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
+    """Return such a run, the folder of its report, and what the report counted."""
+    folder = tmp_path_factory.mktemp("reported")
+    run = write_run(folder / "run")
+    return run, folder / "report", run.report(folder / "report")
+
+
+def write_run(files: Path) -> Run:
+    files.mkdir()
+    acceptance = (files / "simulated.json", files / "served.json")
+    measured = {"kind": "simulated", **summarise(drafted(1, SOURCES), DRAFTS)}
+    write_json(acceptance[0], measured)
+    speed = {"with_draft": 61.5, "without_draft": 41.0}
+    measured = {"kind": "served", **summarise(drafted(2, SOURCES[:-1]), DRAFTS), "tokens_per_second": speed}
+    write_json(acceptance[1], measured)
+    parts = (files / "samples-0.json", files / "samples-1.json")
+    for part in parts:
+        write_json(part, samples_stats({"repetition": 9, "too_short": 3, "no_end_of_turn": 1}))
+    write_json(files / "vocabulary.json", vocabulary_stats())
+    write_json(files / "metrics.json", {"steps": 600, "best_step": 560, "acceptance_length": 2.11, "skipped_steps": 0})
+    write_json(files / "states.json", {"stored": 500, "failed": {}, "bytes": 4e8, "teacher_agreement": 0.998})
+    write_log(files / "log.jsonl", 600)
+    return Run(
+        files / "log.jsonl",
+        files / "metrics.json",
+        acceptance,
+        parts,
+        dataset_stats(files),
+        files / "vocabulary.json",
+        (files / "states.json",),
+    )
+
+
+def drafted(seed: int, sources: tuple[str, ...]) -> list[Drafted]:
+    """Return verification steps whose drafts are kept in 75%, 65% and 55% of the cases, less for later sources."""
+    random = np.random.default_rng(seed)
+    entries = []
+    for index, source in enumerate(sources):
+        kept = np.array([0.75, 0.65, 0.55]) - 0.03 * index
+        accepted = [int(random.binomial(400, share)) for share in np.cumprod(kept)]
+        entries.append(Drafted(source, 400, sorted(accepted, reverse=True)))
+    return entries
+
+
+def samples_stats(rejects: dict[str, int]) -> dict[str, Any]:
+    kept = 240
+    return {
+        "total": {"rows": kept + sum(rejects.values()), "samples": kept, "rejects": rejects},
+        "lengths": {
+            "prompt": {"16": 6, "32": 80, "64": 85, "128": 20, "256": 49},
+            "reasoning": {"0": kept},
+            "answer": {"8": 7, "16": 11, "32": 22, "64": 40, "128": 160},
+        },
+    }
+
+
+def vocabulary_stats() -> dict[str, Any]:
+    shares = dict(zip(SOURCES, (0.991, 0.972, 0.983, 0.989, 0.994, 0.987, 0.951), strict=True))
+    return {"size": 8192, "coverage": 0.9847, "sources": shares}
+
+
+def dataset_stats(folder: Path) -> Path:
+    """Let the dataset stage itself make its stats."""
+    records = [
+        {"id": f"{i:016x}-0", "conversation": f"{i:016x}", "source": source, "input_ids": [1] * 9, "spans": [[4, 9]]}
+        for i, source in enumerate(SOURCES * 10)
+    ]
+    write_records(folder / "samples.jsonl.zst", records)
+    made = folder / "dataset"
+    made.mkdir()
+    make_dataset(DatasetSettings(), samples=[folder / "samples.jsonl.zst"], folder=made)
+    return made / "stats.json"
+
+
+def write_log(path: Path, steps: int) -> None:
+    """Write a log as the training does: a line every ten steps, an evaluation every hundred."""
+    random = np.random.default_rng(0)
+    lines = []
+    for step in range(10, steps + 1, 10):
+        learned = 1 - math.exp(-step / 150)
+        loss = [2.2 + 0.3 * t + 4.5 * (1 - learned) + random.normal(0, 0.1) for t in range(4)]
+        conditional = [(0.7 - 0.06 * t) * learned + random.normal(0, 0.01) for t in range(4)]
+        lines.append({"kind": "train", "step": step, "loss": loss, "conditional": conditional})
+        if step % 100 == 0:
+            lines.append({"kind": "evaluation", "step": step, "acceptance_length": 1 + 1.1 * learned})
+    path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+
+
+def texts(svg: Path) -> list[str]:
+    """Return what can be read in a figure."""
+    return [element.text for element in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text") if element.text]
+
+
+def test_every_figure_and_the_summary_are_written_whole_and_small(reported: Reported) -> None:
+    _, folder, counts = reported
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [report.SUMMARY, *(f"{name}.svg" for name in report.FIGURES)]
+    )
+    assert all(path.stat().st_size < 150_000 for path in folder.iterdir())
+    assert all("no figures" not in texts(folder / f"{name}.svg") for name in report.FIGURES)
+    assert counts["speed-up"] == pytest.approx(1.5)
+
+
+def test_the_same_inputs_give_the_same_bytes_whatever_a_kill_left(reported: Reported, tmp_path: Path) -> None:
+    run, folder, _ = reported
+    (tmp_path / "training.svg").write_text("<svg")
+    report.make(**vars(run), folder=tmp_path)
+    for path in folder.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
+def test_titles_say_what_is_seen(reported: Reported) -> None:
+    run, folder, _ = reported
+    simulated, served = (orjson.loads(path.read_bytes())["acceptance_length"] for path in run.acceptance)
+    positions = texts(folder / "acceptance_positions.svg")
+    assert f"Acceptance length {simulated:.2f} simulated, {served:.2f} served" in positions
+    assert "26 of 506 generations rejected (5.1%)" in texts(folder / "rejects.svg")
+    assert "8,192 draft tokens cover 98.47% of the generated tokens" in texts(folder / "coverage.svg")
+    assert {"Prompt: half have at most 64 tokens", "Answer: half have at most 128 tokens"} <= set(
+        texts(folder / "lengths.svg")
+    )
+    # Nothing was reasoned, so there is no panel for it.
+    assert not any(text.startswith("Reasoning") for text in texts(folder / "lengths.svg"))
+
+
+def test_parts_are_added_up(reported: Reported) -> None:
+    _, folder, _ = reported
+    assert {"18", "6", "2"} <= set(texts(folder / "rejects.svg"))
+    assert "320" in texts(folder / "lengths.svg")
+
+
+def test_a_source_that_was_not_served_is_still_drawn(run: Run, tmp_path: Path) -> None:
+    served = orjson.loads(run.acceptance[1].read_bytes())
+    assert SOURCES[-1] not in served["per_source"]
+    served["per_source"]["chat"] = {"acceptance_length": None, "steps": 0}
+    write_json(run.acceptance[1], served)
+    run.report(tmp_path / "report")
+    assert set(SOURCES) <= set(texts(tmp_path / "report" / "acceptance_sources.svg"))
+
+
+def test_without_a_single_measurement_the_figures_say_so(run: Run, tmp_path: Path) -> None:
+    write_log(run.training_log, 0)
+    for path in run.samples_stats:
+        write_json(path, {"total": {"rows": 0, "samples": 0, "rejects": {}}, "lengths": {"answer": {}}})
+    write_json(run.vocabulary_stats, {"size": 320, "coverage": 1.0, "sources": {}})
+    folder = tmp_path / "report"
+    replace(run, acceptance=()).report(folder)
+    for name in set(report.FIGURES) - {"rejects"}:
+        assert "no figures" in texts(folder / f"{name}.svg"), name
+    assert "nothing was rejected" in texts(folder / "rejects.svg")
+
+
+def test_drafts_that_were_never_reached_have_no_bar_label(run: Run, tmp_path: Path) -> None:
+    found = {"kind": "simulated", **summarise([Drafted("chat", 10, [0, 0, 0])], DRAFTS)}
+    assert found["per_position"] == [0.0, None, None]
+    write_json(run.acceptance[0], found)
+    replace(run, acceptance=run.acceptance[:1]).report(tmp_path / "report")
+    shares = [text for text in texts(tmp_path / "report" / "acceptance_positions.svg") if text == "0%"]
+    assert len(shares) == 2  # the axis and the first position
+
+
+def test_the_summary_stands_alone_and_escapes_what_it_quotes(run: Run, tmp_path: Path) -> None:
+    served = orjson.loads(run.acceptance[1].read_bytes())
+    served["engine"] = {"name": "<script>", "vllm": "0.32.0"}
+    write_json(run.acceptance[1], served)
+    run.report(tmp_path / "report")
+    page = (tmp_path / "report" / report.SUMMARY).read_text(encoding="utf-8")
+    assert not re.search(r"https?:|<script|<link|<img", page)
+    rows = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page))
+    assert rows["speed-up"] == "1.500"
+    assert rows["generations rejected"] == "26"
+    total = orjson.loads(run.dataset_stats.read_bytes())["total"]
+    assert rows["training tokens"] == str(total["train tokens"])
+    assert rows["agreement with the engine&#x27;s own next token"] == "0.998"
+
+
+def test_a_damaged_log_is_named(run: Run, tmp_path: Path) -> None:
+    run.training_log.write_bytes(b'{"kind": "train", "st')
+    with pytest.raises(Eagle3Error, match=re.escape(str(run.training_log))):
+        run.report(tmp_path / "report")
+
+
+@pytest.mark.parametrize("name", ["workflow", "summary", *report.FIGURES])
+def test_captions_are_valid_and_name_the_run(name: str) -> None:
+    text = (CAPTIONS / f"{name}.rst").read_text(encoding="utf-8")
+    snakemake = {"config": {"run": "my-run"}}
+    rendered = jinja2.Template(text, undefined=jinja2.StrictUndefined).render(snakemake=snakemake)
+    # halt_level 2: a warning is an error.
+    body = publish_parts(rendered, writer="html", settings_overrides={"halt_level": 2})["html_body"]
+    assert "my-run" in body or name in report.FIGURES
+
+
+def test_no_caption_is_left_without_a_figure() -> None:
+    assert {path.stem for path in CAPTIONS.glob("*.rst")} == {"workflow", "summary", *report.FIGURES}
