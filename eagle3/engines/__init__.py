@@ -33,13 +33,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One turn to generate: the conversation so far, ending in a user (or tool) message."""
+    """One turn to generate: the conversation so far, ending in a user (or tool) message.
+
+    `prompt_ids` are for requests whose prompt was rendered before: they are used as they are, instead of the messages.
+    """
 
     id: str
     messages: list[Message]
     seed: int
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)

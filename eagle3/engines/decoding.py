@@ -125,9 +125,10 @@ def speculate(
 
 
 def _record(answer: Answer, taken: int, agreed: int) -> None:
-    """Count a step: drafts behind an end token or the limit gained nothing."""
+    """Count a step: what the target agrees with behind an end token is no gain; the limit is our own doing."""
     answer.steps += 1
-    for position in range(min(taken, agreed)):
+    ended = answer.finished and len(answer.token_ids) < answer.limit
+    for position in range(min(taken, agreed) if ended else agreed):
         answer.accepted[position] += 1
 
 

@@ -2,9 +2,232 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
-from itertools import batched
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+from eagle3.chat import UnrenderableError, load_chat
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
+from eagle3.engines.decoding import Answer, decode, speculate
+from eagle3.engines.rows import ATTENTION, grouped_attention, padded, tapped
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.errors import Eagle3Error
+from eagle3.reference_draft import load_reference_draft
+from eagle3.target import Target
+
+T = TypeVar("T")
+
+
+def open_engine(
+    settings: EngineSettings, machine: MachineSettings, target: Target, folder: Path | None = None
+) -> TransformersEngine:
+    """Return the embedded engine; the model is loaded at its first use."""
+    return TransformersEngine(settings, machine, target)
+
+
+class TransformersEngine:
+    """See `eagle3.engines.Engine`. Batches are taken in the order given, `engine.batch_size` at a time."""
+
+    name = "transformers"
+
+    def __init__(self, settings: EngineSettings, machine: MachineSettings, target: Target) -> None:
+        torch.set_num_threads(machine.threads)
+        self.batch_size = settings.batch_size
+        self._target = target
+        self._device = _device(machine.device)
+        self._dtype = _dtype(settings.dtype, target, self._device)
+        self._chat = load_chat(target)
+        self._loaded: Any = None
+        self.versions = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "device": self._device.type,
+            "dtype": str(self._dtype).removeprefix("torch."),
+        }
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loaded = None
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
+        """Yield an answer for every request, in order.
+
+        Requests that cannot be answered come with an error: those that the template refuses, and
+        `prompt_too_long` where the context leaves no room for an answer.
+        """
+        model = self._model(self._dtype)
+        for batch in _batches(requests, self.batch_size):
+            prompts: dict[str, list[int]] = {}
+            for request in batch:
+                try:
+                    prompts[request.id] = self._prompt(request)
+                except UnrenderableError as error:
+                    yield _failed(request, error)
+            accepted = [request for request in batch if request.id in prompts]
+            if accepted:
+                rows = [prompts[request.id] for request in accepted]
+                limits = [self._limit(row, sampling) for row in rows]
+                seeds = [request.seed for request in accepted]
+                answers = decode(model, rows, limits, self._chat.stop_ids, sampling, seeds)
+                for request, row, answer in zip(accepted, rows, answers, strict=True):
+                    yield self._generation(request, row, answer)
+
+    @torch.inference_mode()
+    def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
+        """Yield the states [n, L, H] of every sequence, on the CPU and in the engine's dtype, in order."""
+        model = self._model(self._dtype)
+        with tapped(model, layer_ids) as states:
+            for batch in _batches(sequences, self.batch_size):
+                # Causal attention, padded on the right: no real token can see the padding.
+                output = model.get_decoder()(padded(batch).to(self._device), use_cache=False)
+                lengths = [len(sequence) for sequence in batch]
+                last = output.last_hidden_state[range(len(batch)), [length - 1 for length in lengths]]
+                following = model.get_output_embeddings()(last).float().argmax(-1).tolist()
+                stacked = torch.stack(states, dim=2).cpu()
+                for row, (sequence, next_token) in enumerate(zip(batch, following, strict=True)):
+                    yield Capture(list(sequence), stacked[row, : len(sequence)].clone(), next_token)
+
+    def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
+        """Answer every request greedily, in float32 so that both ways round alike; see `Engine.serve`."""
+        if sampling.temperature:
+            raise Eagle3Error("the embedded engine serves greedily only", found=f"temperature {sampling.temperature}")
+        model = self._model(torch.float32)
+        embedding = model.get_input_embeddings().weight.detach()
+        drafter = None if draft is None else load_reference_draft(draft, embedding)
+        answers: dict[str, Answer] = {}
+        prompts = [self._prompt(request) for request in requests]
+        stop_ids = self._chat.stop_ids
+        started = perf_counter()
+        for batch in _batches(list(zip(requests, prompts, strict=True)), self.batch_size):
+            rows = [prompt for _, prompt in batch]
+            limits = [self._limit(row, sampling) for row in rows]
+            if drafter is None:
+                served = decode(model, rows, limits, stop_ids, sampling, [0] * len(rows))
+            else:
+                served = speculate(model, drafter, rows, limits, stop_ids, k)
+            answers |= {request.id: answer for (request, _), answer in zip(batch, served, strict=True)}
+        return Served(
+            token_ids={name: answer.token_ids for name, answer in answers.items()},
+            drafts={name: answer.steps for name, answer in answers.items()},
+            accepted={name: answer.accepted or [0] * k for name, answer in answers.items()},
+            seconds=perf_counter() - started,
+        )
+
+    def _prompt(self, request: GenerationRequest) -> list[int]:
+        """Return the prompt ids.
+
+        Raises:
+            UnrenderableError: the template refuses the messages, or the prompt fills the context.
+        """
+        prompt = request.prompt_ids or self._chat.render(
+            request.messages, tools=request.tools, template_kwargs=request.template_kwargs
+        )
+        context = self._target.config.get("max_position_embeddings")
+        if context is not None and len(prompt) >= context:
+            raise UnrenderableError("prompt_too_long", f"{len(prompt)} tokens, the target's context has {context}")
+        return prompt
+
+    def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        context = self._target.config.get("max_position_embeddings")
+        return sampling.max_tokens if context is None else min(sampling.max_tokens, context - len(prompt))
+
+    def _generation(self, request: GenerationRequest, prompt: list[int], answer: Answer) -> Generation:
+        stopped = answer.token_ids[-1] in self._chat.stop_ids
+        return Generation(
+            id=request.id,
+            prompt_ids=prompt,
+            token_ids=answer.token_ids,
+            finish_reason="stop" if stopped else "length",
+            message=self._chat.parse(prompt, answer.token_ids),
+        )
+
+    def _model(self, dtype: torch.dtype) -> Any:
+        """Return the model in `dtype`; one is kept at a time."""
+        if self._loaded is None or self._loaded.dtype != dtype:
+            self._loaded = None
+            self._loaded = load_model(self._target, dtype).to(self._device)
+        return self._loaded
+
+
+def load_model(target: Target, dtype: torch.dtype) -> Any:
+    """Load the target for inference on the CPU, from safetensors only.
+
+    Raises:
+        Eagle3Error: transformers does not know the model, or its attention is not full.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.AttentionInterface.register(ATTENTION, grouped_attention)
+    options = {"trust_remote_code": target.trust_remote_code, "local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(target.path, **options)
+        text_only = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or target.trust_remote_code
+        kind = transformers.AutoModelForCausalLM if text_only else transformers.AutoModelForImageTextToText
+        model = kind.from_pretrained(
+            target.path, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, **options
+        )
+    except (ImportError, KeyError, OSError, ValueError) as error:
+        raise Eagle3Error(
+            "the embedded engine cannot load the target",
+            where=target.path,
+            found=str(error).strip().splitlines()[0],
+            remedy="set engine.name to vllm, or use a model that transformers knows",
+        ) from error
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+    if kinds:
+        raise Eagle3Error(
+            "the embedded engine runs models with full attention in every layer only",
+            where=target.path / "config.json",
+            found=", ".join(sorted(kinds)),
+            remedy="set engine.name to vllm",
+        )
+    return model.eval()
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _dtype(name: str, target: Target, device: torch.device) -> torch.dtype:
+    """Return the compute type. `auto` is the checkpoint's, but float32 on a CPU that would only emulate it."""
+    if name == "auto":
+        name = str(target.config.get("dtype") or target.config.get("torch_dtype") or "bfloat16")
+        if device.type == "cpu" and not (name == "bfloat16" and _has_bfloat16()):
+            name = "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _has_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX or Arm's)."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _failed(request: GenerationRequest, error: UnrenderableError) -> Generation:
+    return Generation(
+        id=request.id,
+        prompt_ids=[],
+        token_ids=[],
+        finish_reason="error",
+        message={"role": "assistant", "content": ""},
+        error=f"{error.code}: {error.detail}",
+    )
