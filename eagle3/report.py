@@ -128,12 +128,12 @@ def _acceptance(measured: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _samples(parts: Sequence[Record]) -> dict[str, Figure]:
-    lengths: dict[str, Counter[int]] = {}
+    lengths: dict[str, Counter[int]] = {name: Counter() for name in ("prompt", "reasoning", "answer")}
     rejects: Counter[str] = Counter()
     for part in parts:
         rejects.update(part["total"]["rejects"])
-        for name, bins in part["lengths"].items():
-            lengths.setdefault(name, Counter()).update({int(bound): count for bound, count in bins.items()})
+        for name, total in lengths.items():
+            total.update({int(bound): count for bound, count in part["lengths"].get(name, {}).items()})
     kept = sum(part["total"]["samples"] for part in parts)
     return {"lengths": figures.lengths(lengths), "rejects": figures.rejects(rejects, kept)}
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from eagle3.prompts import PromptsSettings, SourceSettings
+from eagle3.prompts import make as make_prompts
+
 FOLDER = Path(__file__).parents[1] / "resources" / "prompts"
 KINDS = {"chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation"}
 
@@ -89,3 +92,12 @@ def test_the_readme_counts_every_file() -> None:
     kinds = [kind for kind, _ in conversations()]
     assert counted == {kind: kinds.count(kind) for kind in KINDS}
     assert f"\n{len(kinds)} prompts" in readme
+
+
+def test_the_prompts_stage_takes_every_one(tmp_path: Path) -> None:
+    settings = PromptsSettings(sources=[SourceSettings(path=str(FOLDER / "*.jsonl"))])
+    counts = make_prompts(settings, sources=sorted(FOLDER.glob("*.jsonl")), folder=tmp_path)
+    conversation_turns = [len([m for m in messages if m["role"] == "user"]) for _, messages in conversations()]
+    assert counts["prompts"] == len(conversation_turns)
+    assert counts["turns"] == sum(conversation_turns)
+    assert counts["rejects"] == {}
