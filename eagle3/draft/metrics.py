@@ -49,7 +49,7 @@ class Tally:
             per step: `loss` (mean), `accuracy` (share of correct drafts), `conditional` (the same where all
             earlier drafts of the chain were correct).
         """
-        count, loss, correct, chains, unbroken = self.sums.cpu()
+        count, loss, correct, chains, unbroken = self.sums.clone().cpu()
         self.sums.zero_()
         return {
             "loss": _ratios(loss, count),

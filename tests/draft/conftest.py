@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.model import Draft
+from eagle3.engines import Capture
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.hidden_states import capture
+from eagle3.hidden_states.settings import HiddenStatesSettings
+from eagle3.records import read_json, write_json, write_records
 from eagle3.target import HeadWeights
 
 H, V, A = 32, 97, 3
@@ -87,4 +95,97 @@ def random_head(generator: torch.Generator, dtype: torch.dtype = torch.float32) 
         norm=1 + 0.3 * torch.randn(H, generator=generator, dtype=dtype),
         lm_head=torch.randn(V, H, generator=generator, dtype=dtype) / 4,
         rms_norm_eps=1e-5,
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the stage reads: artifacts of the stages before, made from a real model with their own code."""
+
+    target: Path
+    train: Path
+    evaluation: Path
+    vocabulary: Path
+    hidden_states: list[Path]
+
+
+class LocalEngine:
+    """Captures the states of a transformers model."""
+
+    name = "local"
+    batch_size = None
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.versions = model, {"local": "1"}
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @torch.no_grad()
+    def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
+        for ids in sequences:
+            last: dict[str, Tensor] = {}
+            hook = self.model.model.norm.register_forward_pre_hook(lambda _, x, last=last: last.update(x=x[0]))
+            out = self.model(torch.tensor([list(ids)]), output_hidden_states=True)
+            hook.remove()
+            states = [*(out.hidden_states[i][0] for i in layer_ids[:-1]), last["x"][0]]
+            yield Capture(list(ids), torch.stack(states, 1), int(out.logits[0, -1].argmax()))
+
+
+@pytest.fixture(scope="session")
+def inputs(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """40 greedy answers of the tiny target, 8 of them held out, with their hidden states in two shards."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("draft-inputs")
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(3)
+    records = []
+    for number in range(40):
+        length = 5 + number % 7
+        prompt = torch.randint(3, 320, (1, length), generator=generator)
+        ids = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+        source = "even" if number % 2 == 0 else "odd"
+        records.append(
+            {
+                "id": f"{number:016x}-0",
+                "conversation": f"{number:016x}",
+                "source": source,
+                "turn": 0,
+                "input_ids": ids,
+                "spans": [[length, len(ids)]],
+                "finish_reason": "length",
+            }
+        )
+    config = {**read_json(tiny_target / "config.json"), "eagle3_eos_token_ids": [2]}
+    pin = {"path": str(tiny_target), "revision": "sha256:tiny", "config": config, "trust_remote_code": False}
+    write_json(folder / "target.json", pin)
+    write_records(folder / "samples.jsonl.zst", records)
+    write_records(folder / "train.jsonl.zst", records[8:])
+    write_records(folder / "eval.jsonl.zst", records[:8])
+    generated = torch.tensor([token for record in records for token in record["input_ids"][record["spans"][0][0] :]])
+    used = generated.bincount(minlength=320).sort(descending=True, stable=True).indices[:48].sort().values
+    t2d = torch.zeros(320, dtype=torch.bool).index_fill_(0, used, True)
+    save_file({"d2t": used - torch.arange(len(used)), "t2d": t2d}, folder / "vocabulary.safetensors")
+    states = folder / "hidden_states"
+    states.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "open_engine", lambda *_: LocalEngine(model))
+        capture.make(
+            HiddenStatesSettings(shards=2, min_teacher_agreement=0.8),
+            EngineSettings(),
+            MachineSettings(threads=1),
+            target=folder / "target.json",
+            samples=folder / "samples.jsonl.zst",
+            folder=states,
+        )
+    return Inputs(
+        target=folder / "target.json",
+        train=folder / "train.jsonl.zst",
+        evaluation=folder / "eval.jsonl.zst",
+        vocabulary=folder / "vocabulary.safetensors",
+        hidden_states=sorted(states.glob("shard-*.safetensors")),
     )
