@@ -71,8 +71,11 @@ class ReferenceDraft(nn.Module):
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.lm_head = nn.Linear(H, Vd, bias=False)
-        self.register_buffer("d2t", torch.zeros(Vd, dtype=torch.long))
-        self.register_buffer("t2d", torch.zeros(values["vocab_size"], dtype=torch.bool))
+        # Engines read no map, and vLLM refuses one, where both vocabularies are the same.
+        self.reduced = Vd != values["vocab_size"]
+        if self.reduced:
+            self.register_buffer("d2t", torch.zeros(Vd, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(values["vocab_size"], dtype=torch.bool))
         self.register_buffer("embedding", embedding, persistent=False)
         with torch.device(embedding.device):
             rotary = DeepseekV3RotaryEmbedding if isinstance(config, DeepseekV3Config) else LlamaRotaryEmbedding
@@ -114,16 +117,15 @@ class ReferenceDraft(nn.Module):
             attention_mask=cache.place(positions),
             past_key_values=cache,
         )
-        stream = (normed if self.values["norm_before_residual"] else features) + attended
+        stream = (normed if self.values.get("norm_before_residual") else features) + attended
         stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
         hidden = self.norm(stream)
         return hidden, hidden if self.values.get("norm_output") else stream
 
     def tokens(self, hidden: Tensor) -> Tensor:
         """Return the likeliest target ids [...] for hidden states [..., H]."""
-        best = self.lm_head(hidden).argmax(-1)
-        ids: Tensor = best + self.d2t[best]
-        return ids
+        best: Tensor = self.lm_head(hidden).argmax(-1)
+        return best + self.d2t[best] if self.reduced else best
 
     def chain(self) -> Chain:
         """Start drafting for a batch."""
