@@ -102,6 +102,13 @@ def test_every_prompt_has_one_record_in_a_sorted_shard(stage: Stage, tmp_path: P
     assert found == {record["id"]: len(record["messages"]) for record in PROMPTS}
 
 
+def test_the_prompts_of_one_part_fill_all_shards(stage: Stage, tmp_path: Path) -> None:
+    part = [prompt(f"question {number}") for number in range(200)]
+    part = sorted((record for record in part if record["id"] < "2"), key=lambda record: str(record["id"]))
+    stage(part, shards=3)
+    assert all(any(read_records(tmp_path / "out" / name)) for name in shard_bytes(tmp_path / "out"))
+
+
 def test_waves_run_short_prompts_first_in_groups_within_a_shard(
     stage: Stage, engine: ToyEngine, tmp_path: Path
 ) -> None:
