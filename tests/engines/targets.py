@@ -132,9 +132,7 @@ def make_deepseek(folder: Path) -> Target:
         initializer_range=0.1,
     )
     # transformers 5.19 leaves these two out; vLLM reads the router's kind from them.
-    return save_target(
-        folder, DeepseekV3ForCausalLM(config), tokenizer, topk_method="noaux_tc", scoring_func="sigmoid"
-    )
+    return save_target(folder, DeepseekV3ForCausalLM(config), tokenizer, topk_method="noaux_tc", scoring_func="sigmoid")
 
 
 def make_scripted(folder: Path) -> Target:

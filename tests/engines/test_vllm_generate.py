@@ -145,9 +145,7 @@ def test_an_endpoint_without_ids_gives_the_same_ones(endpoint: MachineSettings, 
             check(answer, scripted)
 
 
-def test_a_wrong_key_ends_the_run(
-    endpoint: MachineSettings, scripted: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_key_ends_the_run(endpoint: MachineSettings, scripted: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
     with pytest.raises(Eagle3Error, match="set OPENAI_API_KEY"):
         open_engine(EngineSettings(name="openai"), endpoint, scripted)
