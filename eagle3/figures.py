@@ -64,15 +64,17 @@ def training(
     if handles := top.get_legend_handles_labels()[0]:
         _percent(middle, "y")
         figure.legend(handles=handles, title="draft\nposition", loc="outside right upper")
+    title = "Held-out acceptance length"
     if evaluations:
-        at, lengths = zip(*evaluations, strict=True)
-        bottom.plot(at, lengths, color=BLUE, marker="o", markersize=4)
-        bottom.annotate(f"{lengths[-1]:.2f}", (at[-1], lengths[-1]), (0, 7), textcoords="offset points", ha="right")
+        best = max(evaluations, key=lambda found: found[1])
+        title += f": {best[1]:.2f} at its best, after step {best[0]:,}"
+        bottom.plot(*zip(*evaluations, strict=True), color=BLUE, marker="o", markersize=4)
+        bottom.scatter(*best, s=70, facecolors="none", edgecolors=ORANGE, linewidths=2, zorder=3)
         bottom.margins(y=0.25)
         bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     else:
         _nothing(bottom)
-    bottom.set(title="Held-out acceptance length", ylabel="tokens per step", xlabel="optimiser step")
+    bottom.set(title=title, ylabel="tokens per step", xlabel="optimiser step")
     return figure
 
 
@@ -120,7 +122,7 @@ def sources(per_source: Mapping[str, Mapping[str, float | None]], drafts: int) -
         _nothing(axes)
         return figure
     _dots(axes, {source: rows[source] for source in order}, "{:.2f}")
-    axes.set(xlabel="acceptance length (tokens per verification step)", xlim=(1, drafts + 1))
+    axes.set(xlabel="acceptance length (tokens per verification step)", xlim=(0.85, drafts + 1.15))
     figure.legend(loc="outside lower right", ncols=len(KINDS))
     return figure
 

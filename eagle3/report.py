@@ -70,12 +70,13 @@ def make(
     Raises:
         Eagle3Error: an input is missing or damaged.
     """
+    log = _read_log(training_log)
     measured = {found["kind"]: found for found in map(read_json, acceptance)}
     samples = [read_json(path) for path in samples_stats]
     vocabulary = read_json(vocabulary_stats)
     with mpl.rc_context(figures.STYLE):
         drawn = {
-            "training": _training(_read_log(training_log)),
+            "training": _training(log),
             **_acceptance(measured),
             **_samples(samples),
             "coverage": figures.coverage(vocabulary["size"], vocabulary["coverage"], vocabulary["sources"]),
@@ -102,13 +103,20 @@ def _read_log(path: Path) -> list[Record]:
 
 def _training(log: Sequence[Record]) -> Figure:
     lines = [record for record in log if record["kind"] == "train"]
-    evaluations = [record for record in log if record["kind"] == "evaluation"]
     return figures.training(
         [line["step"] for line in lines],
         [line["loss"] for line in lines],
         [line["conditional"] for line in lines],
-        [(found["step"], found["acceptance_length"]) for found in evaluations],
+        _evaluations(log),
     )
+
+
+def _evaluations(log: Sequence[Record]) -> list[tuple[int, float]]:
+    """Return step and acceptance length of every evaluation that drafted anything."""
+    found = [record for record in log if record["kind"] == "evaluation"]
+    return [
+        (record["step"], record["acceptance_length"]) for record in found if record["acceptance_length"] is not None
+    ]
 
 
 def _acceptance(measured: Mapping[str, Record]) -> dict[str, Figure]:
@@ -143,21 +151,28 @@ def _draft_rows(measured: Mapping[str, Record]) -> Rows:
     for kind, found in measured.items():
         rows[f"acceptance length, {kind}"] = found["acceptance_length"]
         rows[f"verification steps, {kind}"] = found["steps"]
-    served = measured.get("served", {})
-    if speed := served.get("tokens_per_second"):
-        rows["engine"] = served.get("engine")
+    if served := measured.get("served"):
+        speed = served["tokens_per_second"]
+        rows["prompts served"] = served["prompts"]
+        rows["engine"] = _engine(served["engine"])
         rows["tokens/s with the draft"] = speed["with_draft"]
         rows["tokens/s without"] = speed["without_draft"]
         rows["speed-up"] = speed["with_draft"] / speed["without_draft"]
+        rows["answers that are the same with and without"] = served["identical_outputs"]
     return rows
+
+
+def _engine(identity: Mapping[str, str]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in identity.items() if name != "name")
+    return f"{identity['name']} ({versions})"
 
 
 def _training_rows(metrics: Record) -> Rows:
     return {
-        "optimiser steps": metrics.get("steps"),
-        "best weights after step": metrics.get("best_step"),
-        "held-out acceptance length": metrics.get("acceptance_length"),
-        "skipped steps (gradient not finite)": metrics.get("skipped_steps"),
+        "optimiser steps": metrics["steps"],
+        "skipped steps (gradient not finite)": metrics["skipped_steps"],
+        "held-out acceptance length of the weights kept": metrics["acceptance_length"],
+        "expected from the shares by position": metrics["expected_acceptance_length"],
     }
 
 

@@ -62,16 +62,18 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
 def write_run(files: Path) -> Run:
     files.mkdir()
     acceptance = (files / "simulated.json", files / "served.json")
-    measured = {"kind": "simulated", **summarise(drafted(1, SOURCES), DRAFTS)}
+    measured = {"kind": "simulated", "engine": None, **summarise(drafted(1, SOURCES), DRAFTS)}
     write_json(acceptance[0], measured)
     speed = {"with_draft": 61.5, "without_draft": 41.0}
-    measured = {"kind": "served", **summarise(drafted(2, SOURCES[:-1]), DRAFTS), "tokens_per_second": speed}
+    served = {"engine": {"name": "vllm", "vllm": "0.32.0"}, "prompts": 48, "identical_outputs": 47 / 48}
+    measured = {"kind": "served", **served, **summarise(drafted(2, SOURCES[:-1]), DRAFTS), "tokens_per_second": speed}
     write_json(acceptance[1], measured)
     parts = (files / "samples-0.json", files / "samples-1.json")
     for part in parts:
         write_json(part, samples_stats({"repetition": 9, "too_short": 3, "no_end_of_turn": 1}))
     write_json(files / "vocabulary.json", vocabulary_stats())
-    write_json(files / "metrics.json", {"steps": 600, "best_step": 560, "acceptance_length": 2.11, "skipped_steps": 0})
+    lengths = {"acceptance_length": 2.08, "expected_acceptance_length": 2.05}
+    write_json(files / "metrics.json", {"steps": 600, "skipped_steps": 0, **lengths})
     write_json(files / "states.json", {"stored": 500, "failed": {}, "bytes": 4e8, "teacher_agreement": 0.998})
     write_log(files / "log.jsonl", 600)
     return Run(
@@ -136,7 +138,8 @@ def write_log(path: Path, steps: int) -> None:
         conditional = [(0.7 - 0.06 * t) * learned + random.normal(0, 0.01) for t in range(4)]
         lines.append({"kind": "train", "step": step, "loss": loss, "conditional": conditional})
         if step % 100 == 0:
-            lines.append({"kind": "evaluation", "step": step, "acceptance_length": 1 + 1.1 * learned})
+            length = 1 + 1.1 * learned - (0.1 if step == 600 else 0)
+            lines.append({"kind": "evaluation", "step": step, "acceptance_length": length})
     path.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
 
 
@@ -173,6 +176,7 @@ def test_titles_say_what_is_seen(reported: Reported) -> None:
     assert {"Prompt: half have at most 64 tokens", "Answer: half have at most 128 tokens"} <= set(
         texts(folder / "lengths.svg")
     )
+    assert "Held-out acceptance length: 2.06 at its best, after step 500" in texts(folder / "training.svg")
     # Nothing was reasoned, so there is no panel for it.
     assert not any(text.startswith("Reasoning") for text in texts(folder / "lengths.svg"))
 
