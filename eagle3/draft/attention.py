@@ -38,13 +38,20 @@ class Segments(NamedTuple):
 
 
 def unrolled_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, own: Sequence[tuple[Tensor, Tensor]], slots: Tensor, segments: Segments, scale: float
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    own: Sequence[tuple[Tensor, Tensor]],
+    slots: Tensor,
+    segments: Segments,
+    scale: float,
 ) -> Tensor:
     """Attend from n roots at step t.
 
     Args:
         q: [n, Hq, d] queries of step t, rotated.
-        k0, v0: [C, Hkv, d] and [C, Hkv, dv], keys and values of step 0 for all context positions.
+        k0: [C, Hkv, d] keys of step 0 for all context positions, rotated.
+        v0: [C, Hkv, dv] their values.
         own: t pairs of [n, Hkv, d] and [n, Hkv, dv]: the roots' own keys and values of steps 1..t.
         slots: [n] the roots' places among the row's queries.
         segments: the samples of the row.
@@ -54,7 +61,9 @@ def unrolled_attention(
         [n, Hq, dv]
     """
     flat = [tensor for pair in own for tensor in pair]
-    out: Tensor = _UnrolledAttention.apply(segments, slots, scale, q, k0, v0, *flat)
+    out: Tensor = _UnrolledAttention.apply(  # type: ignore[no-untyped-call]
+        segments, slots, scale, q, k0, v0, *flat
+    )
     return out
 
 
@@ -77,8 +86,8 @@ class _UnrolledAttention(torch.autograd.Function):
         q, k0, v0, out, lse, slots, *own = ctx.saved_tensors
         segments, scale = ctx.segments, ctx.scale
         d_out = gradients[0].contiguous()
-        dense = [_scatter(tensor, slots, segments.q[-1]) for tensor in (d_out, q, out, lse)]
-        dq, dk0, dv0 = causal_backward(*dense, k0, v0, segments, scale)
+        d_dense, q_dense, out_dense, lse_dense = (_scatter(x, slots, segments.q[-1]) for x in (d_out, q, out, lse))
+        dq, dk0, dv0 = causal_backward(d_dense, q_dense, out_dense, lse_dense, k0, v0, segments, scale)
         dq = dq[slots]
         d_own: list[Tensor] = []
         if own:
@@ -186,12 +195,14 @@ def _blocks(segments: Segments) -> list[tuple[slice, slice, Tensor]]:
 def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """[rows, Hq, d] x [keys, Hkv, d] -> [Hkv, G, rows, keys], float32, hidden keys at -inf."""
     scores = _group(q, k.shape[1]) @ k.transpose(0, 1)[:, None].mT
-    return (scores.float() * scale).masked_fill_(hidden, -torch.inf)
+    masked: Tensor = (scores.float() * scale).masked_fill_(hidden, -torch.inf)
+    return masked
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
     """[rows, Hq, d] -> [Hkv, G, rows, d]."""
-    return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    grouped: Tensor = x.unflatten(1, (groups, -1))
+    return grouped.permute(1, 2, 0, 3)
 
 
 def _ungroup(x: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ at if all before it were kept, that is, if the chain was fed with the true token
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.draft.metrics import Acceptance, Tally, accepted_drafts, expected_acceptance_length
+from eagle3.acceptance import Drafted
+from eagle3.draft.metrics import Tally, accepted_drafts, replay
 from eagle3.draft.model import Draft, prepare, unroll
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.packing import pack
@@ -28,21 +28,11 @@ class Evaluation:
 
     Attributes:
         metrics: per step, from `Tally.read`.
-        acceptance: the replay over all samples.
-        sources: the same for each source.
+        drafted: the replay of every generation.
     """
 
     metrics: dict[str, list[float]]
-    acceptance: Acceptance
-    sources: dict[str, Acceptance]
-
-    def record(self) -> dict[str, Any]:
-        """Return the figures for logs."""
-        return {
-            **self.metrics,
-            "expected_acceptance_length": expected_acceptance_length(self.metrics["conditional"][: self.acceptance.drafts]),
-            **self.acceptance.summary(),
-        }
+    drafted: list[Drafted]
 
 
 @torch.no_grad()
@@ -60,20 +50,16 @@ def evaluate(
         drafts: k, the length of the chain that is replayed.
         batch_tokens: tokens of one row.
     """
-    device = embedding.device
     weights = prepare(draft, embedding.dtype)
-    tally = Tally(rows.unroll, device)
-    sources = {sample.source: Acceptance(drafts) for sample in rows.samples}
+    tally = Tally(rows.unroll, embedding.device)
+    drafted: list[Drafted] = []
     plan = pack([sample.context for sample in rows.samples], batch_tokens, np.random.default_rng(0))
     for members, row in zip(plan, rows.stream((members, 0) for members in plan), strict=True):
-        row = row.to(device)
+        row = row.to(embedding.device)
         outputs = unroll(weights, row, embedding)
         _, outcome = projected_loss(outputs, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
         tally.add(row, outcome)
         accepted = accepted_drafts(row, outcome, draft.target_ids, drafts)
         for sample, first, end in root_ranges(rows.samples, members, rows.unroll):
-            sources[sample.source].replay(accepted[first:end])
-    total = Acceptance(drafts)
-    for part in sources.values():
-        total.merge(part)
-    return Evaluation(tally.read(), total, dict(sorted(sources.items())))
+            drafted.append(replay(accepted[first:end], sample.source, drafts))
+    return Evaluation(tally.read(), drafted)

@@ -14,7 +14,7 @@ PRODUCT, WEIGHT_ONLY, ATTENTION = 3.0, 2.0, 3.5
 
 def training_flops(config: DraftConfig, row: Row) -> float:
     """Return the operations of forward and backward for one row, teacher included."""
-    H, I, Vd = config.hidden_size, config.intermediate_size, config.draft_vocab_size
+    H, width, Vd = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     context, roots, pairs = len(row.positions), len(row.ranks), sum(row.alive)
     q, kv, q_latent, kv_latent = _projection_sizes(config)
     value_dim = config.latent.v_head_dim if config.latent else config.head_dim
@@ -23,7 +23,7 @@ def training_flops(config: DraftConfig, row: Row) -> float:
     combined = WEIGHT_ONLY * context * len(config.aux_layer_ids) * H * H
     tokens = PRODUCT * H * (roots * q + context * kv)
     features = PRODUCT * (pairs * (H * q + q_latent) + keys * (H * kv + kv_latent))
-    rest = PRODUCT * pairs * (heads * value_dim * H + 3 * H * I + H * Vd)
+    rest = PRODUCT * pairs * (heads * value_dim * H + 3 * H * width + H * Vd)
     visible = sum(n * _visible_keys(row) / roots + n * t for t, n in enumerate(row.alive))
     attention = ATTENTION * visible * heads * (config.head_dim + value_dim)
     teacher = roots * H * config.vocab_size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3.acceptance import Drafted
 from eagle3.draft.objective import Outcome
 from eagle3.draft.rows import Row
 
@@ -82,47 +82,23 @@ def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int)
     return result
 
 
-class Acceptance:
-    """Replays serving: which roots would be verified, and how many drafts each time would be kept."""
+def replay(accepted: Sequence[int], source: str, drafts: int) -> Drafted:
+    """Walk one generated span as serving would.
 
-    def __init__(self, drafts: int) -> None:
-        self.drafts = drafts
-        self.offered = [0] * drafts
-        """steps in which draft i was checked: all earlier ones were kept"""
-        self.kept = [0] * drafts
-        self.steps = 0
+    Args:
+        accepted: for the span's roots in order, how many leading drafts are kept there.
+        source: where the prompt came from.
+        drafts: drafts per step (k).
 
-    def replay(self, accepted: Sequence[int]) -> None:
-        """Walk one generated span, given the accepted drafts of its roots in order: p -> p + accepted + 1."""
-        place = 0
-        while place < len(accepted):
-            kept = accepted[place]
-            self.steps += 1
-            # Near the end of the generation fewer tokens are left than drafts.
-            for i in range(min(kept + 1, self.drafts, len(accepted) - place)):
-                self.offered[i] += 1
-                self.kept[i] += i < kept
-            place += kept + 1
-
-    @property
-    def length(self) -> float:
-        """Tokens gained per verification step: 1 + accepted / steps."""
-        return 1 + sum(self.kept) / max(self.steps, 1)
-
-    def summary(self) -> dict[str, Any]:
-        """Return acceptance length, conditional acceptance per position, and the counts behind them."""
-        return {
-            "acceptance_length": self.length,
-            "per_position": [kept / max(offered, 1) for kept, offered in zip(self.kept, self.offered, strict=True)],
-            "steps": self.steps,
-            "accepted": sum(self.kept),
-        }
-
-    def merge(self, other: Acceptance) -> None:
-        """Add another replay's counts."""
-        self.steps += other.steps
-        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
-        self.kept = [a + b for a, b in zip(self.kept, other.kept, strict=True)]
+    Returns:
+        steps and kept drafts of the walk p -> p + accepted + 1 from the span's first root.
+    """
+    kept = []
+    place = 0
+    while place < len(accepted):
+        kept.append(accepted[place])
+        place += accepted[place] + 1
+    return Drafted(source, len(kept), [sum(n > position for n in kept) for position in range(drafts)])
 
 
 def _ratios(part: Tensor, whole: Tensor) -> list[float]:

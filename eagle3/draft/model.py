@@ -17,13 +17,13 @@ that reads the token depends on the position p+1+t alone: it is computed once pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.attention import unrolled_attention
@@ -56,6 +56,9 @@ class MLP(nn.Module):
 
 class Layer(nn.Module):
     """The one decoder layer."""
+
+    self_attn: Any
+    """projections under the names that the kind of attention has"""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -117,8 +120,8 @@ class Weights(NamedTuple):
 
 def prepare(draft: Draft, dtype: torch.dtype) -> Weights:
     """Cast and merge the weights, once per pass: every step of the unroll reads the same ones."""
-    layer = draft.layers[0]
-    fc_norm = draft.fc_norm if draft.config.fc_norm else ()
+    layer = cast(Layer, draft.layers[0])
+    fc_norm = cast(Iterable[Norm], draft.fc_norm) if draft.config.fc_norm else ()
     projections = LatentProjections if draft.config.latent else GroupedProjections
     return Weights(
         config=draft.config,
@@ -141,7 +144,7 @@ def combine(weights: Weights, aux: Tensor) -> Tensor:
     if weights.fc_norm:
         eps = weights.config.rms_norm_eps
         aux = torch.stack([norm(part, w, eps) for part, w in zip(aux.unbind(1), weights.fc_norm, strict=True)], 1)
-    return F.linear(aux.flatten(1), weights.fc)
+    return functional.linear(aux.flatten(1), weights.fc)
 
 
 def unroll(weights: Weights, row: Row, embedding: Tensor) -> list[Tensor]:
@@ -212,9 +215,9 @@ def _finish(
     final_norm: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    stream = residual + F.linear(attended, output)
-    gate, up = F.linear(norm(stream, post_norm, eps), gate_up).chunk(2, dim=-1)
-    stream = stream + F.linear(F.silu(gate) * up, down)
+    stream = residual + functional.linear(attended, output)
+    gate, up = functional.linear(norm(stream, post_norm, eps), gate_up).chunk(2, dim=-1)
+    stream = stream + functional.linear(functional.silu(gate) * up, down)
     return stream, norm(stream, final_norm, eps)
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.rows import Row
@@ -107,7 +107,9 @@ def projected_loss(
     """
     scales = [weight / max(total, 1) for weight, total in zip(objective.step_weights, totals, strict=True)]
     hidden = torch.cat(list(outputs))
-    loss, *outcome = _ProjectedLoss.apply(hidden, lm_head, teacher, row, objective, scales)
+    loss, *outcome = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, lm_head, teacher, row, objective, scales
+    )
     return loss, Outcome(*outcome)
 
 
@@ -134,13 +136,13 @@ class _ProjectedLoss(torch.autograd.Function):
             lesson = _lesson(row.teacher[taught], teacher, objective)
             pairs, weight = row.pairs[chunk], weights[chunk]
             rows = hidden.index_select(0, pairs)
-            part, choice, d_logits = _student(
-                F.linear(rows, lm_head), row.pair_teachers[chunk] - taught.start, weight, lesson, *objective.student
-            )
+            teachers = row.pair_teachers[chunk] - taught.start
+            logits = functional.linear(rows, lm_head)
+            part, choice, d_logits = _student(logits, teachers, weight, lesson, *objective.student)
             total += (part * weight).sum()
             loss[pairs] = part
             drafted[pairs] = choice
-            correct[pairs] = choice == lesson.top[row.pair_teachers[chunk] - taught.start]
+            correct[pairs] = choice == lesson.top[teachers]
             if d_hidden is not None and d_head is not None:
                 d_hidden[pairs] = d_logits @ lm_head
                 d_head += d_logits.mT @ rows
@@ -172,11 +174,11 @@ class _Lesson(NamedTuple):
 
 
 def _lesson(states: Tensor, teacher: Teacher, objective: Objective) -> _Lesson:
-    normed = F.rms_norm(states.to(teacher.norm.dtype), teacher.norm.shape, teacher.norm, teacher.eps)
+    normed = functional.rms_norm(states.to(teacher.norm.dtype), teacher.norm.shape, teacher.norm, teacher.eps)
     if normed.is_cuda and normed.dtype != torch.float32:
         logits = torch.mm(normed, teacher.lm_head.mT, out_dtype=torch.float32)
     else:
-        logits = F.linear(normed, teacher.lm_head)
+        logits = functional.linear(normed, teacher.lm_head)
     return _Lesson(*_targets(logits, teacher.draft_vocab_size, objective.loss, objective.true_mass))
 
 

@@ -40,7 +40,8 @@ def supervised_roots(spans: Spans, unroll: int) -> tuple[Array, Array]:
 def step_counts(spans: Spans, unroll: int) -> Array:
     """Return the number of positions with m_t = 1 for every step t [unroll]."""
     roots = np.array([len(range(max(start - 1, 0), end - 2)) for start, end in spans], dtype=np.int64)
-    return np.maximum(roots[:, None] - np.arange(unroll), 0).sum(axis=0)
+    counts: Array = np.maximum(roots[:, None] - np.arange(unroll), 0).sum(axis=0)
+    return counts
 
 
 def context_length(spans: Spans) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.config import DraftConfig
@@ -19,7 +19,7 @@ from eagle3.draft.rope import Rotary, rotary, rotate, softmax_scale
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, statistics in float32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 class GroupedProjections(NamedTuple):
@@ -41,11 +41,11 @@ class GroupedProjections(NamedTuple):
 
     def enter_q(self, token: Tensor) -> Tensor:
         """[n, H] -> [n, Hq*d]."""
-        return F.linear(token, self.q[0])
+        return functional.linear(token, self.q[0])
 
     def enter_kv(self, token: Tensor) -> Tensor:
         """[n, H] -> [n, 2*Hkv*d]."""
-        return F.linear(token, self.kv[0])
+        return functional.linear(token, self.kv[0])
 
     def queries(self, entered: Tensor, feature: Tensor, positions: Tensor) -> Tensor:
         """Return rotated queries [n, Hq, d]."""
@@ -124,16 +124,25 @@ class LatentProjections(NamedTuple):
 
     def enter_q(self, token: Tensor) -> Tensor:
         """[n, H] -> [n, q_lora_rank]."""
-        return F.linear(token, self.q_a[0])
+        return functional.linear(token, self.q_a[0])
 
     def enter_kv(self, token: Tensor) -> Tensor:
         """[n, H] -> [n, kv_lora_rank+rope]."""
-        return F.linear(token, self.kv_a[0])
+        return functional.linear(token, self.kv_a[0])
 
     def queries(self, entered: Tensor, feature: Tensor, positions: Tensor) -> Tensor:
         """Return queries [n, Hq, nope+rope], their last part rotated."""
         return _latent_queries(
-            entered, feature, self.q_a[1], self.q_norm, self.q_b, positions, self.heads, self.nope, self.eps, *self.rotary
+            entered,
+            feature,
+            self.q_a[1],
+            self.q_norm,
+            self.q_b,
+            positions,
+            self.heads,
+            self.nope,
+            self.eps,
+            *self.rotary,
         )
 
     def keys(self, entered: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +177,7 @@ def _latent_queries(
     interleaved: bool,
 ) -> Tensor:
     latent = norm(torch.addmm(entered, feature, q_a.mT), q_norm, eps)
-    q = F.linear(latent, q_b).unflatten(1, (heads, -1))
+    q = functional.linear(latent, q_b).unflatten(1, (heads, -1))
     rotated = rotate(q[..., nope:], positions, frequencies, scale, interleaved)
     return torch.cat([q[..., :nope], rotated], -1)
 
@@ -190,7 +199,7 @@ def _latent_keys(
 ) -> tuple[Tensor, Tensor]:
     compressed = torch.addmm(entered, feature, kv_a.mT)
     latent, shared = compressed.split([kv_norm.shape[0], 2 * frequencies.shape[0]], dim=-1)
-    expanded = F.linear(norm(latent, kv_norm, eps), kv_b).unflatten(1, (heads, -1))
+    expanded = functional.linear(norm(latent, kv_norm, eps), kv_b).unflatten(1, (heads, -1))
     rotated = rotate(shared[:, None], positions, frequencies, scale, interleaved)
     keys = torch.cat([expanded[..., :nope], rotated.expand(-1, heads, -1)], -1)
     return keys, expanded[..., nope:].contiguous()

@@ -48,7 +48,7 @@ def rotary(config: DraftConfig, device: torch.device) -> Rotary:
 
 def softmax_scale(config: DraftConfig) -> float:
     """Return the factor on attention scores; DeepSeek's yarn sharpens it by mscale squared."""
-    scale = config.head_dim**-0.5
+    scale: float = config.head_dim**-0.5
     parameters = config.rope_parameters
     if config.latent and parameters["rope_type"] == "yarn" and parameters.get("mscale_all_dim"):
         sharpening = 0.1 * float(parameters["mscale_all_dim"]) * math.log(float(parameters["factor"])) + 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,20 +13,7 @@ from torch import Tensor
 from eagle3.draft.attention import Segments
 from eagle3.draft.packing import Array, Spans, sample_lifetimes, supervised_roots
 from eagle3.errors import Eagle3Error
-
-
-class States(Protocol):
-    """Hidden states of one sample, as `eagle3.hidden_states.reader` gives them."""
-
-    id: str
-    token_ids: Tensor
-    """[n] int32"""
-    aux: Tensor
-    """[n, A, H] bf16: residual stream entering the auxiliary layers"""
-    last: Tensor
-    """[m, H] bf16: output of the last layer before the final norm"""
-    last_rows: Tensor
-    """[m] int64, ascending: the positions that `last` belongs to"""
+from eagle3.hidden_states.reader import HiddenStateSample
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Row:
 
     def to(self, device: torch.device) -> Row:
         """Move the row; asynchronous from pinned memory."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -84,7 +71,7 @@ class Row:
 
     def pin(self) -> Row:
         """Copy the row into page-locked memory."""
-        pinned = {
+        pinned: dict[str, Any] = {
             field.name: value.pin_memory()
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -93,7 +80,10 @@ class Row:
 
 
 def build_row(
-    samples: Sequence[tuple[States, Spans]], unroll: int, decay: float = 1.0, random: np.random.Generator | None = None
+    samples: Sequence[tuple[HiddenStateSample, Spans]],
+    unroll: int,
+    decay: float = 1.0,
+    random: np.random.Generator | None = None,
 ) -> Row:
     """Pack samples into one row.
 
@@ -155,7 +145,7 @@ class _Part:
     teacher: Tensor
 
 
-def _part(states: States, spans: Spans, unroll: int) -> _Part:
+def _part(states: HiddenStateSample, spans: Spans, unroll: int) -> _Part:
     roots, lifetimes = supervised_roots(spans, unroll)
     rows = states.last_rows.numpy()
     wanted = roots + 1

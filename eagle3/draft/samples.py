@@ -8,27 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from eagle3.draft.packing import Spans, context_length, step_counts, supervised_roots
-from eagle3.draft.rows import Row, States, build_row
+from eagle3.draft.rows import Row, build_row
 from eagle3.errors import Eagle3Error
+from eagle3.hidden_states.reader import HiddenStateReader, HiddenStateSample
 from eagle3.records import read_records
 
 # Rows that are read and packed while the device works on the current one.
 AHEAD = 3
 
 Seed = int | tuple[int, ...]
-
-
-class Reader(Protocol):
-    """What is needed of `eagle3.hidden_states.reader.HiddenStateReader`; safe to share between threads."""
-
-    def read(self, sample: str, start: int = 0, stop: int | None = None) -> States:
-        """Return the states of the tokens `start` to `stop` of a sample."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,12 @@ class Rows:
     """Builds rows of a list of samples from their hidden states, ahead of their use, in threads."""
 
     def __init__(
-        self, samples: Sequence[Sample], reader: Reader, unroll: int, device: torch.device, decay: float | None = None
+        self,
+        samples: Sequence[Sample],
+        reader: HiddenStateReader,
+        unroll: int,
+        device: torch.device,
+        decay: float | None = None,
     ) -> None:
         """`decay` is given for the sampled unroll."""
         self.samples, self.reader, self.unroll, self.decay = samples, reader, unroll, decay
@@ -107,7 +105,7 @@ class Rows:
             row = build_row(pairs, self.unroll, self.decay, np.random.default_rng(seed))
         return row.pin() if self.pin else row
 
-    def _read(self, sample: Sample) -> States:
+    def _read(self, sample: Sample) -> HiddenStateSample:
         states = self.reader.read(sample.id, 0, sample.context + 2)
         if _digest(states.token_ids.numpy()) != sample.digest:
             raise Eagle3Error(
@@ -141,5 +139,3 @@ def data_digest(samples: Sequence[Sample]) -> str:
 
 def _digest(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
-
-

@@ -32,7 +32,7 @@ class DraftSettings(Settings):
     decay: float = Field(default=0.8, gt=0, le=1)
     """Weight of step t is decay^t."""
     sampled_unroll: bool = False
-    """Compute step t on a random share decay^t of the positions with weight 1: same expectation, about half the cost."""
+    """Compute step t on a random share decay^t of the positions with weight 1: same expectation, half the cost."""
     loss: Literal["kl", "ce", "lk_alpha", "lk_lambda"] = "kl"
     """`kl`: forward KL to the target on the draft vocabulary; `ce`: cross entropy with the target's greedy token;
     `lk_*`: acceptance losses (arXiv 2602.23881)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from eagle3.draft.model import Draft
 from eagle3.draft.settings import DraftSettings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,24 +14,25 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.acceptance import summarise
 from eagle3.console import progress
 from eagle3.draft.checkpoint import Checkpoints
 from eagle3.draft.config import NAME, draft_config
 from eagle3.draft.evaluate import Evaluation, evaluate
-from eagle3.draft.metrics import Tally
+from eagle3.draft.metrics import Tally, expected_acceptance_length
 from eagle3.draft.model import WEIGHTS, Draft, prepare, unroll
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.optimizer import Optimizer, learning_rate
 from eagle3.draft.packing import pack
 from eagle3.draft.rows import Row
-from eagle3.draft.samples import Reader, Rows, Sample, data_digest, read_samples
+from eagle3.draft.samples import Rows, Sample, data_digest, read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.start import start
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.manifest import sha256
-from eagle3.records import RecordLog, read_json, write_json
+from eagle3.records import RecordLog, write_json
 from eagle3.target import HeadWeights, Target, head_weights, load_target
 
 LOG = ".log.jsonl"
@@ -75,7 +75,9 @@ def make(
         "train": data_digest(samples),
         "evaluation": data_digest(held_out),
     }
-    run = Run(settings, pinned, head_weights(pinned), draft, samples, held_out, reader, folder, recipe, choose_device(machine))
+    run = Run(
+        settings, pinned, head_weights(pinned), draft, samples, held_out, reader, folder, recipe, choose_device(machine)
+    )
     return run.train() | {"unsupervised_samples": unsupervised}
 
 
@@ -84,7 +86,7 @@ class Step:
     """The rows of one optimiser step: sample indices, and the seed of the row's sampled unroll."""
 
     epoch: int
-    rows: list[tuple[list[int], tuple[int, ...]]]
+    rows: Sequence[tuple[list[int], tuple[int, ...]]]
 
 
 class Run:
@@ -98,7 +100,7 @@ class Run:
         draft: Draft,
         samples: Sequence[Sample],
         held_out: Sequence[Sample],
-        reader: Reader,
+        reader: HiddenStateReader,
         folder: Path,
         recipe: dict[str, Any],
         device: torch.device,
@@ -144,12 +146,12 @@ class Run:
 
     def _step(self, number: int, stream: Iterator[Row], log: RecordLog) -> None:
         step, settings = self.steps[number], self.settings
-        totals = sum(self.rows.counts(members) for members, _ in step.rows)
+        totals = self.rows.counts(index for members, _ in step.rows for index in members).tolist()
         ids: list[str] = []
         for _ in step.rows:
             row = next(stream)
             ids += row.ids
-            self._accumulate(row.to(self.device), [int(total) for total in totals])
+            self._accumulate(row.to(self.device), totals)
             self.state["tokens"] += len(row.positions)
             self.state["supervised"] += len(row.ranks)
         rate = learning_rate(settings, number, len(self.steps))
@@ -172,7 +174,7 @@ class Run:
         weights = prepare(self.draft, self.embedding.dtype)
         outputs = unroll(weights, row, self.embedding)
         loss, outcome = projected_loss(outputs, weights.lm_head, self.teacher, row, self.objective, totals)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.tally.add(row, outcome)
 
     def _record(self, epoch: int, rate: float, norm: float) -> dict[str, Any]:
@@ -206,11 +208,13 @@ class Run:
         found = evaluate(
             self.draft, self.held_out, self.teacher, self.embedding, self.exact, drafts, settings.batch_tokens
         )
-        step = self.state["step"]
-        if found.acceptance.length > self.state["best"]:
-            self.state |= {"best_step": step, "best": found.acceptance.length}
-            self.checkpoints.save_best(step, self.draft.state_dict(), _metrics(found))
-        return {"kind": "evaluation", "step": step, "epoch": epoch, **found.record()}
+        figures = _figures(found, drafts)
+        step, length = self.state["step"], figures["acceptance_length"]
+        if length > self.state["best"]:
+            self.state |= {"best_step": step, "best": length}
+            self.checkpoints.save_best(step, self.draft.state_dict(), figures)
+        figures = {name: value for name, value in figures.items() if name != "per_source"}
+        return {"kind": "evaluation", "step": step, "epoch": epoch, **figures}
 
     def _save(self) -> None:
         tensors = {
@@ -248,7 +252,9 @@ class Run:
         save_file(weights, self.folder / f".{WEIGHTS}")
         (self.folder / f".{WEIGHTS}").replace(self.folder / WEIGHTS)
         write_json(self.folder / NAME, self.draft.config.model_dump())
-        write_json(self.folder / "metrics.json", metrics | {"steps": len(self.steps), "skipped_steps": int(self.skipped)})
+        write_json(
+            self.folder / "metrics.json", metrics | {"steps": len(self.steps), "skipped_steps": int(self.skipped)}
+        )
         temporary = self.folder / ".log.final"
         temporary.write_bytes((self.folder / LOG).read_bytes())
         temporary.replace(self.folder / "log.jsonl")
@@ -284,8 +290,9 @@ def choose_device(machine: MachineSettings) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _metrics(found: Evaluation) -> dict[str, Any]:
-    return found.record() | {"per_source": {name: part.summary() for name, part in found.sources.items()}}
+def _figures(found: Evaluation, drafts: int) -> dict[str, Any]:
+    expected = expected_acceptance_length(found.metrics["conditional"][:drafts])
+    return {**found.metrics, "expected_acceptance_length": expected, **summarise(found.drafted, drafts)}
 
 
 class _Terminated:

@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,6 +28,7 @@ from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.optimizer import Optimizer
 from eagle3.draft.rows import Row, build_row
 from eagle3.draft.settings import DraftSettings
+from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target import HeadWeights
 
 LLAMA: dict[str, Any] = {
@@ -145,7 +145,7 @@ class Step:
         outputs = unroll(weights, row, self.embedding)
         totals = [len(row.ranks)] * len(self.objective.step_weights)
         loss, _ = projected_loss(outputs, weights.lm_head, self.teacher, row, self.objective, totals)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step(1e-5)
 
 
@@ -158,7 +158,7 @@ def random_row(config: DraftConfig, settings: DraftSettings, options: argparse.N
     for number in range(options.documents):
         n = context + 2
         start = max(1, round(n * (1 - options.supervised)))
-        states = SimpleNamespace(
+        states = HiddenStateSample(
             id=str(number),
             token_ids=torch.from_numpy(random.integers(0, config.vocab_size, n, dtype=np.int32)),
             aux=torch.randn(n, 3, H, generator=generator).bfloat16(),
@@ -177,7 +177,10 @@ def report(
     flops = sum(training_flops(config, row) for row in rows) / len(rows) / seconds
     result: dict[str, Any] = {
         "benchmark": "train_step",
-        **{name: getattr(options, name) for name in ("shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")},
+        **{
+            name: getattr(options, name)
+            for name in ("shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")
+        },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "step_seconds": round(seconds, 4),

@@ -17,6 +17,7 @@ from eagle3.draft.model import Draft
 from eagle3.engines import Capture
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.hidden_states import capture
+from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.hidden_states.settings import HiddenStatesSettings
 from eagle3.records import read_json, write_json, write_records
 from eagle3.target import HeadWeights
@@ -24,23 +25,12 @@ from eagle3.target import HeadWeights
 H, V, A = 32, 97, 3
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """One sample's hidden states, as a reader gives them."""
-
-    id: str
-    token_ids: Tensor
-    aux: Tensor
-    last: Tensor
-    last_rows: Tensor
-
-
 def random_states(
     name: str, length: int, spans: Sequence[tuple[int, int]], generator: torch.Generator, *, aux: int = A
-) -> RandomStates:
+) -> HiddenStateSample:
     """Random tokens and states; last-layer rows only where the contract promises them."""
     rows = [row for start, end in spans for row in range(max(start - 1, 0), end - 1)]
-    return RandomStates(
+    return HiddenStateSample(
         id=name,
         token_ids=torch.randint(V, (length,), generator=generator, dtype=torch.int32),
         aux=torch.randn(length, aux, H, generator=generator),
@@ -52,9 +42,7 @@ def random_states(
 def tiny_config(**changes: Any) -> DraftConfig:
     """A grouped-query draft with a reduced vocabulary; `latent=True` makes it an MLA draft."""
     if changes.pop("latent", False):
-        latent = LatentShape(
-            q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
-        )
+        latent = LatentShape(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
         changes = {"attention": "mla", "latent": latent, "head_dim": 12} | changes
     values: dict[str, Any] = {
         "attention": "gqa",

@@ -31,7 +31,9 @@ LOSSES: list[dict[str, Any]] = [
 ]
 
 
-def dense_loss(outputs: list[Tensor], lm_head: Tensor, head: HeadWeights, ids: Tensor, row: Row, settings: DraftSettings) -> Tensor:
+def dense_loss(
+    outputs: list[Tensor], lm_head: Tensor, head: HeadWeights, ids: Tensor, row: Row, settings: DraftSettings
+) -> Tensor:
     """The definition, straight: every teacher and student distribution whole, in the dtype of the inputs."""
     states = row.teacher.to(lm_head.dtype)
     normed = states / (states.pow(2).mean(-1, keepdim=True) + head.rms_norm_eps).sqrt() * head.norm
@@ -40,8 +42,8 @@ def dense_loss(outputs: list[Tensor], lm_head: Tensor, head: HeadWeights, ids: T
     for t, output in enumerate(outputs):
         step = lm_head.new_zeros(())
         for place in range(len(output)):
-            l = logits[row.ranks[place] + t]
-            top, r, q = int(l.argmax()), l.softmax(-1)[ids], l[ids].softmax(-1)
+            taught = logits[row.ranks[place] + t]
+            top, r, q = int(taught.argmax()), taught.softmax(-1)[ids], taught[ids].softmax(-1)
             s = (lm_head @ output[place]).softmax(-1)
             inside = top in ids.tolist()
             reference = r if settings.true_mass else q
@@ -62,7 +64,9 @@ def dense_loss(outputs: list[Tensor], lm_head: Tensor, head: HeadWeights, ids: T
 
 @pytest.mark.parametrize("changes", LOSSES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 1 << 14, 1 << 30])
-def test_chunked_loss_equals_dense_float64(changes: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_equals_dense_float64(
+    changes: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", chunk)
     generator = torch.Generator().manual_seed(2)
     settings = DraftSettings(unroll=UNROLL, **changes)
@@ -77,12 +81,12 @@ def test_chunked_loss_equals_dense_float64(changes: dict[str, Any], chunk: int, 
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     objective = Objective.of(settings, sampled=False)
     loss, outcome = projected_loss(ours[:-1], ours[-1], teacher, row, objective, row.alive)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
     exact = [x.double().clone().requires_grad_() for x in (*outputs, lm_head)]
     wide = HeadWeights(head.embedding, head.norm.double(), head.lm_head.double(), head.rms_norm_eps)
     expected = dense_loss(exact[:-1], exact[-1], wide, ids, row, settings)
-    expected.backward()  # type: ignore[no-untyped-call]
+    expected.backward()
 
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(ours, exact, strict=True):
@@ -125,7 +129,7 @@ def test_positions_without_loss_have_exactly_zero_gradient() -> None:
     outputs = unroll(weights, row, embedding)
     objective = Objective.of(DraftSettings(unroll=UNROLL), sampled=False)
     loss, _ = projected_loss(outputs, weights.lm_head, teacher, row, objective, row.alive)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert aux.grad is not None
     reached = aux.grad.flatten(1).abs().sum(1) > 0
     assert reached.tolist() == [p <= 9 for p in range(20)]
@@ -141,7 +145,7 @@ class Chosen(np.random.Generator):
         super().__init__(np.random.PCG64(0))
         self.lifetimes = lifetimes
 
-    def geometric(self, p: Any, size: Any = None) -> Any:  # type: ignore[override]
+    def geometric(self, p: Any, size: Any = None) -> Any:
         return np.array(self.lifetimes)
 
 
@@ -162,7 +166,7 @@ def test_sampled_unroll_has_the_exact_gradient_as_its_expectation() -> None:
         outputs = unroll(weights, row, head.embedding)
         objective = Objective.of(settings, sampled=sampled)
         loss, _ = projected_loss(outputs, weights.lm_head, teacher, row, objective, exact_row.alive)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]).double()
 
     roots = len(exact_row.ranks)

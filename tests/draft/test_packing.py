@@ -15,7 +15,11 @@ def span_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
     edges = sorted(draw(st.sets(st.integers(0, 40), max_size=8)))
     spans = list(zip(edges[::2], edges[1::2], strict=False))
     # Two generations may follow each other without a gap.
-    return [part for s, e in spans for part in ([(s, (s + e) // 2), ((s + e) // 2, e)] if draw(st.booleans()) and e - s > 1 else [(s, e)])]
+    return [
+        part
+        for s, e in spans
+        for part in ([(s, (s + e) // 2), ((s + e) // 2, e)] if draw(st.booleans()) and e - s > 1 else [(s, e)])
+    ]
 
 
 def roots_seen_in_serving(spans: list[tuple[int, int]], unroll: int) -> dict[int, int]:

@@ -1,0 +1,93 @@
+"""Simulated acceptance: serving replayed exactly over held-out responses, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.acceptance import AcceptanceSettings, summarise
+from eagle3.draft.evaluate import evaluate
+from eagle3.draft.metrics import expected_acceptance_length
+from eagle3.draft.model import load_draft
+from eagle3.draft.objective import Objective, Teacher
+from eagle3.draft.samples import Rows, read_samples
+from eagle3.draft.settings import DraftSettings
+from eagle3.draft.train import choose_device
+from eagle3.engines.settings import MachineSettings
+from eagle3.errors import Eagle3Error
+from eagle3.hidden_states.reader import HiddenStateReader
+from eagle3.records import write_json
+from eagle3.target import head_weights, load_target
+
+# Tokens that pass through the draft together.
+BATCH_TOKENS = 8192
+
+
+def make(
+    settings: AcceptanceSettings,
+    machine: MachineSettings,
+    *,
+    target: Path,
+    evaluation: Path,
+    hidden_states: Sequence[Path],
+    draft: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write `acceptance.json`: acceptance length, per position and per source, with k = `settings.drafts`.
+
+    Args:
+        settings: the number of drafts.
+        machine: device and threads.
+        target: `target.json`.
+        evaluation: held-out samples.
+        hidden_states: shards that hold them.
+        draft: `model.safetensors` of the trained draft, its `draft.json` beside it.
+        folder: where to work.
+
+    Raises:
+        Eagle3Error: the draft is damaged, or the hidden states are of other samples or layers.
+    """
+    torch.set_num_threads(machine.threads)
+    device = choose_device(machine)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    trained = load_draft(draft.parent).to(device)
+    reader = HiddenStateReader(hidden_states)
+    if reader.recipe.layer_ids[:-1] != trained.config.aux_layer_ids:
+        raise Eagle3Error(
+            "the draft was trained on other layers than the hidden states hold",
+            where=draft,
+            found=f"layers {', '.join(map(str, trained.config.aux_layer_ids))}",
+            expected=f"layers {', '.join(map(str, reader.recipe.layer_ids[:-1]))}",
+            remedy="run snakemake again: it trains a draft on the present hidden states",
+        )
+    samples, unsupervised = read_samples(evaluation)
+    head = head_weights(load_target(target))
+    found = evaluate(
+        trained,
+        Rows(samples, reader, settings.drafts, device),
+        Teacher.of(head, trained.target_ids, device, dtype),
+        head.embedding.to(device, dtype),
+        Objective.of(DraftSettings(unroll=settings.drafts), sampled=False),
+        settings.drafts,
+        BATCH_TOKENS,
+    )
+    figures = summarise(found.drafted, settings.drafts)
+    write_json(
+        folder / "acceptance.json",
+        {
+            "kind": "simulated",
+            "engine": None,
+            **figures,
+            "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
+            "accuracy": found.metrics["accuracy"],
+        },
+    )
+    return {
+        "samples": len(samples),
+        "unsupervised_samples": unsupervised,
+        "steps": figures["steps"],
+        "acceptance_length": figures["acceptance_length"],
+    }
