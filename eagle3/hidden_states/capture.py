@@ -85,7 +85,7 @@ def make(
     with Progress(folder, part=part, shards=settings.shards, layer_ids=layer_ids, threads=machine.threads) as progress:
         check = TeacherCheck(head, settings.min_teacher_agreement)
         run = _Run(pinned, part, layer_ids, settings, machine, progress, check)
-        run.capture_missing(wanted, engine)
+        run.capture_missing(wanted, engine, folder)
         failures = run.failed(wanted)
         progress.finish(head)
         stats = _stats(progress, wanted, failures, settings)
@@ -163,14 +163,14 @@ class _Run:
         """Return the samples of a sequence that have no states yet."""
         return [sample for sample in wanted.samples if sample.id not in self.progress]
 
-    def capture_missing(self, wanted: Sequence[Wanted], settings: EngineSettings) -> None:
+    def capture_missing(self, wanted: Sequence[Wanted], settings: EngineSettings, folder: Path) -> None:
         """Run the engine on all sequences without states; what fails is tried once more."""
         tokens = sum(len(one.token_ids) for one in wanted)
         lacking = sum(len(one.token_ids) for one in wanted if self.missing(one))
         if not lacking:
             return
         with (
-            open_engine(settings, self.machine, self.target) as engine,
+            open_engine(settings, self.machine, self.target, folder) as engine,
             console.progress(tokens, "hidden states", "tokens") as bar,
         ):
             bar.update(tokens - lacking)

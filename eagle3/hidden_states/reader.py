@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ class HiddenStateReader:
         ranks: int = 1,
         position: int = 0,
         ahead_tokens: int = 65536,
-    ) -> Iterator[HiddenStateSample]:
+    ) -> Generator[HiddenStateSample]:
         """Read samples in an order that the seed decides, ahead of their use, in threads.
 
         Args:

@@ -101,6 +101,7 @@ def verify(
     """
     report = Report()
     sets = list(_read(_files(paths), report, threads))
+    unreadable = len(report.faults)
     for one in sets:
         report.files += 1
         report.samples += len(one.audits)
@@ -109,7 +110,7 @@ def verify(
             report.faults += audit.faults
             report.tokens += len(audit.entry.token_ids) if audit.entry else 0
     if sets:
-        _check_belonging(sets, target, report)
+        _check_belonging(sets, target, unreadable, report)
         _check_teacher(sets, min_teacher_agreement, report)
         report.layers = _statistics(sets)
     sound = [
@@ -168,8 +169,8 @@ def _found(error: Eagle3Error) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if "remedy:" not in line and "where:" not in line)
 
 
-def _check_belonging(sets: Sequence[_Set], target: Target | None, report: Report) -> None:
-    """Whether the files are those of one run, all of them, and of this target."""
+def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: int, report: Report) -> None:
+    """Whether the files are those of one run, all of them but the unreadable, and of this target."""
     first = sets[0]
     owner: dict[str, Path] = {}
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -191,7 +192,8 @@ def _check_belonging(sets: Sequence[_Set], target: Target | None, report: Report
             continue
         lacking = sorted(set(range(one.shard.shards)) - numbers[one.recipe.part])
         # While a capture runs, the shards to come are logs.
-        if lacking and not any(other.shard is None and other.recipe.part == one.recipe.part for other in sets):
+        logs = sum(other.shard is None and other.recipe.part == one.recipe.part for other in sets)
+        if len(lacking) > unreadable + logs:
             detail = f"of {one.shard.shards} shards of this capture, these are not here: {lacking}"
             report.faults.append(Fault("incomplete", str(one.path), "", detail))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3.engines import Capture
+from eagle3.engines import Capture, Engine, Generation, GenerationRequest, Sampling, Served
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.hidden_states import capture
 from eagle3.hidden_states.settings import HiddenStatesSettings
@@ -78,16 +78,16 @@ def samples(records: list[Record], tmp_path: Path) -> Path:
     return path
 
 
-class TinyEngine:
+class TinyEngine(Engine):
     """Runs the tiny model; `alter` can spoil what it returns (gets the capture and how many came before)."""
 
     name = "tiny"
-    versions = {"tiny": "1"}  # noqa: RUF012
 
     def __init__(
         self, model: LlamaForCausalLM, *, batch_size: int | None = None, alter: Alter | None = None, order: int = 1
     ) -> None:
         self.model, self.batch_size, self.alter, self.order = model, batch_size, alter, order
+        self.versions = {"tiny": "1"}
         self.captured: list[list[int]] = []
 
     @torch.no_grad()
@@ -104,8 +104,11 @@ class TinyEngine:
             if altered is not None:
                 yield altered
 
-    def __enter__(self) -> TinyEngine:
-        return self
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
+        raise NotImplementedError
+
+    def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
+        raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
         pass
