@@ -189,10 +189,25 @@ def acceptance_served(
 def report(
     context: typer.Context,
     output: Output,
-    stats: Annotated[list[Path], typer.Argument(help="Logs, metrics, acceptance and stats files of a run.")],
+    training_log: Annotated[Path, typer.Option(help="log.jsonl of the draft.")],
+    draft_metrics: Annotated[Path, typer.Option(help="metrics.json of the draft.")],
+    dataset_stats: Annotated[Path, typer.Option(help="stats.json of the dataset.")],
+    vocabulary_stats: Annotated[Path, typer.Option(help="stats.json of the vocabulary.")],
+    simulated: Annotated[Path, typer.Option(help="acceptance.json, simulated.")],
+    served: Annotated[Path, typer.Option(help="acceptance.json, served.")],
+    stats: Annotated[list[Path], typer.Argument(help="stats.json of all samples and of all hidden states.")],
 ) -> None:
     """Draw what the run found: training curves, acceptance, lengths, rejects and coverage."""
-    context.obj.produce("report", output, {"stats": stats})
+    inputs = {
+        "training_log": training_log,
+        "draft_metrics": draft_metrics,
+        "dataset_stats": dataset_stats,
+        "vocabulary_stats": vocabulary_stats,
+        "acceptance": [simulated, served],
+        "samples_stats": [file for file in stats if "samples" in file.parts],
+        "hidden_states_stats": [file for file in stats if "hidden_states" in file.parts],
+    }
+    context.obj.produce("report", output, inputs)
 
 
 def main() -> None:

@@ -17,4 +17,3 @@ pathvars:
 wildcard_constraints:
     part=r"\d+",
     shard=r"\d+",
-

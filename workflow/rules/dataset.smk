@@ -15,5 +15,4 @@ rule dataset:
     params:
         recipe=FLOW.recipe("dataset"),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} dataset"
-        " --output {output.manifest:q} {input.samples:q}"
+        "eagle3 --recipe {params.recipe:q} --log {log:q} dataset" " --output {output.manifest:q} {input.samples:q}"

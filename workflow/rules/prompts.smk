@@ -18,5 +18,4 @@ rule prompts:
     params:
         recipe=FLOW.recipe("prompts"),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts"
-        " --output {output.manifest:q} {input.sources:q}"
+        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts" " --output {output.manifest:q} {input.sources:q}"

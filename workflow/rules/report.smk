@@ -1,17 +1,32 @@
 rule report:
     """Draw what the run found; every figure goes into `snakemake --report`."""
     input:
+        log=rules.draft.output.log,
+        metrics=rules.draft.output.metrics,
+        dataset=rules.dataset.output.stats,
+        vocabulary=rules.vocabulary.output.stats,
+        simulated=rules.acceptance_simulated.output.acceptance,
+        served=rules.acceptance_served.output.acceptance,
         stats=[
-            rules.draft.output.log,
-            rules.draft.output.metrics,
-            rules.acceptance_simulated.output.acceptance,
-            rules.acceptance_served.output.acceptance,
-            rules.dataset.output.stats,
-            rules.vocabulary.output.stats,
             *expand(rules.samples_part.output.stats, part=PARTS),
             *expand(rules.hidden_states_part.output.stats, part=PARTS),
         ],
     output:
+        summary=report("<results>/report/summary.html", caption="../report/summary.rst", category="Summary"),
+        training=report("<results>/report/training.svg", caption="../report/training.rst", category="Training"),
+        positions=report(
+            "<results>/report/acceptance_positions.svg",
+            caption="../report/acceptance_positions.rst",
+            category="Acceptance",
+        ),
+        sources=report(
+            "<results>/report/acceptance_sources.svg",
+            caption="../report/acceptance_sources.rst",
+            category="Acceptance",
+        ),
+        lengths=report("<results>/report/lengths.svg", caption="../report/lengths.rst", category="Data"),
+        rejects=report("<results>/report/rejects.svg", caption="../report/rejects.rst", category="Data"),
+        coverage=report("<results>/report/coverage.svg", caption="../report/coverage.rst", category="Data"),
         manifest="<results>/report/manifest.json",
     log:
         "<logs>/report.log",
@@ -22,4 +37,7 @@ rule report:
         recipe=FLOW.recipe("report"),
     shell:
         "eagle3 --recipe {params.recipe:q} --log {log:q} report"
+        " --training-log {input.log:q} --draft-metrics {input.metrics:q}"
+        " --dataset-stats {input.dataset:q} --vocabulary-stats {input.vocabulary:q}"
+        " --simulated {input.simulated:q} --served {input.served:q}"
         " --output {output.manifest:q} {input.stats:q}"
