@@ -206,7 +206,7 @@ class _Run:
                 detail = f"{len(ids):,} tokens and {self._settings.max_tokens:,} to generate"
                 raise UnrenderableError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
         except UnrenderableError as error:
-            answer = _failure(request, f"{error.code}: {error.detail}")
+            answer = _failure(request, error)
             conversation.take(request, self._sampling, answer)
             self._check(answer)
             return None
@@ -229,11 +229,9 @@ class _Run:
         for answer in engine.generate(requests, self._sampling) if requests else ():
             if answer.id not in waiting:
                 raise Eagle3Error("the engine answered what was not asked", where=engine.name, found=answer.id)
-            if answer.error is not None:
-                answer = _failure(waiting[answer.id][1], f"engine_error: {answer.error}")
-            elif alone:
+            if answer.error is None and alone:
                 log.append(vars(answer))
-            else:
+            elif answer.error is None:
                 finished.append(vars(answer))
             yield waiting.pop(answer.id), answer
         if finished:
@@ -257,8 +255,9 @@ class _Run:
             )
 
 
-def _failure(request: GenerationRequest, error: str) -> Generation:
-    return Generation(id=request.id, prompt_ids=[], token_ids=[], finish_reason="error", message={}, error=error)
+def _failure(request: GenerationRequest, error: UnrenderableError) -> Generation:
+    message = f"{error.code}: {error.detail}"
+    return Generation(id=request.id, prompt_ids=[], token_ids=[], finish_reason="error", message={}, error=message)
 
 
 def _counts(paths: Sequence[Path]) -> dict[str, Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from eagle3 import pin, responses
+from eagle3.chat import load_chat
 from eagle3.conversations import Conversation
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
@@ -230,3 +232,38 @@ class TestKills:
         stage(PROMPTS, shards=3)
         assert shard_bytes(tmp_path / "out") == before
         assert {request.id.split("-")[0] for group in engine.groups for request in group} == expected
+
+
+def embedded(target: str, prompts: str, folder: str) -> None:
+    """Run the stage with the embedded engine."""
+    responses.make(
+        ResponsesSettings(max_tokens=24, temperature=1.0, shards=2),
+        EngineSettings(batch_size=4, dtype="float32"),
+        MachineSettings(device="cpu", threads=1),
+        target=Path(target),
+        prompts=Path(prompts),
+        folder=Path(folder),
+    )
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_killed_between_groups(target: Path, tmp_path: Path) -> None:
+    write_records(tmp_path / "part.jsonl.zst", PROMPTS)
+    for name in ("killed", "undisturbed"):
+        (tmp_path / name).mkdir()
+    arguments = [str(target), str(tmp_path / "part.jsonl.zst"), str(tmp_path / "killed")]
+    script = "import sys; from tests.test_responses import embedded; embedded(*sys.argv[1:])"
+    killed = subprocess.Popen([sys.executable, "-c", script, *arguments], cwd=Path(__file__).parents[1])
+    log = tmp_path / "killed" / ".turns.jsonl"
+    while killed.poll() is None and not (log.is_file() and log.read_bytes().count(b"\n") >= 8):
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    for name in ("killed", "undisturbed"):
+        embedded(*arguments[:2], str(tmp_path / name))
+    assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "undisturbed")
+    chat = load_chat(load_target(target))
+    for turn in (turn for record in records(tmp_path / "killed") for turn in record["turns"]):
+        assert turn["prompt_ids"] == chat.render(turn["request"]["messages"])
+        assert 0 < len(turn["token_ids"]) <= 24
+        assert (turn["token_ids"][-1] in chat.stop_ids) == (turn["finish_reason"] == "stop")

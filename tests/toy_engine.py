@@ -56,7 +56,7 @@ class ToyEngine:
             if self._answers_left is not None:
                 self._answers_left -= 1
             if request.id in self.failing:
-                yield Generation(request.id, [], [], "error", {}, error="out of luck")
+                yield Generation(request.id, [], [], "error", {}, error="engine_error: out of luck")
                 continue
             digest = hashlib.sha256(f"{prompt} {request.seed} {context}".encode()).digest()
             ids = [60 + byte for byte in digest[: sampling.max_tokens - 1]] + [2]
@@ -70,7 +70,7 @@ class ToyEngine:
 
 
 def main(target: str, prompts: str, folder: str, batch_size: str, shards: str, kill_after: str) -> dict[str, Any]:
-    def open_engine(_: EngineSettings, __: MachineSettings, pinned: Target) -> ToyEngine:
+    def open_engine(_: EngineSettings, __: MachineSettings, pinned: Target, ___: Path) -> ToyEngine:
         return ToyEngine(pinned, int(batch_size) or None, int(kill_after))
 
     setattr(responses, "open_engine", open_engine)  # noqa: B010
