@@ -260,7 +260,7 @@ def test_the_embedded_engine_killed_between_groups(target: Path, tmp_path: Path)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     for name in ("killed", "undisturbed"):
-        embedded(*arguments[:2], str(tmp_path / name))
+        embedded(arguments[0], arguments[1], str(tmp_path / name))
     assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "undisturbed")
     chat = load_chat(load_target(target))
     for turn in (turn for record in records(tmp_path / "killed") for turn in record["turns"]):
