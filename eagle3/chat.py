@@ -200,8 +200,7 @@ def _control_tokens(tokenizer: Any) -> dict[int, str]:
     return {
         id: token.content
         for id, token in sorted(tokenizer.added_tokens_decoder.items())
-        if id not in unknown
-        and (token.special or (token.content.strip() and token.content in tokenizer.chat_template))
+        if id not in unknown and (token.special or (token.content.strip() and token.content in tokenizer.chat_template))
     }
 
 
