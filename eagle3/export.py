@@ -80,7 +80,9 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
 
 def plain_config(draft: DraftConfig, target: Target) -> dict[str, Any]:
     """Return the config.json that vLLM and SGLang read, from the draft's and the target's configs alone."""
-    ids = {key: target.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in target.config}
+    ids: dict[str, Any] = {
+        key: target.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in target.config
+    }
     rope = draft.rope_parameters
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: dict[str, Any] = {

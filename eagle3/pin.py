@@ -9,6 +9,7 @@ from typing import Any
 
 from eagle3 import demo
 from eagle3.errors import Eagle3Error
+from eagle3.manifest import sha256
 from eagle3.records import read_json, write_json
 from eagle3.target import TargetSettings, head_weights, load_target, tensor_files
 
@@ -18,6 +19,10 @@ _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt", ".py
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 # Keys that later stages read from the config.
 _REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps")
+# Models that do more to a logit than `lm_head(norm(state))`: the teacher would not be the target.
+_FOREIGN_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+# Weight files up to this size are identified by all of their bytes, larger ones by blocks spread over them.
+_WHOLE = 1 << 29
 _BLOCKS, _BLOCK = 16, 1 << 16
 
 
@@ -55,16 +60,17 @@ def make(settings: TargetSettings, folder: Path) -> dict[str, Any]:
 def revision(folder: Path) -> str:
     """Return what identifies a model folder, in seconds for any size.
 
-    Covers the config and tokenizer files in full, and of every weight file its name, size, header and 16 blocks
-    of 64 KiB spread evenly over it.
+    Covers the config and tokenizer files and weight files up to 512 MiB in full; of larger ones their name, size,
+    header and 16 blocks of 64 KiB spread evenly over them.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _SMALL_FILES):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
-    for path in sorted(set(tensor_files(folder).values())):
+    small = [path for path in folder.iterdir() if path.is_file() and path.suffix in _SMALL_FILES]
+    for path in sorted(small) + sorted(set(tensor_files(folder).values())):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
+        if size <= _WHOLE or path.suffix in _SMALL_FILES:
+            digest.update(bytes.fromhex(sha256(path)))
+            continue
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
             digest.update(file.read(header))
@@ -132,6 +138,13 @@ def _text_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
             config.setdefault(key, outer[key])
     if missing := [key for key in _REQUIRED if key not in config]:
         config.update(_defaults(folder, missing, trust_remote_code))
+    if foreign := [key for key in _FOREIGN_LOGITS if config.get(key) not in (None, 1, 1.0)]:
+        raise Eagle3Error(
+            "the target's logits are not lm_head(norm(state)), which training relies on",
+            where=folder / "config.json",
+            found=", ".join(f"{key}: {config[key]}" for key in foreign),
+            remedy="use another target: Llama, Qwen, DeepSeek and Kimi types work",
+        )
     config["eagle3_eos_token_ids"] = _eos_token_ids(folder, config)
     return config
 
@@ -141,11 +154,7 @@ def _defaults(folder: Path, keys: list[str], trust_remote_code: bool) -> dict[st
 
     problem = None
     try:
-        whole = (
-            AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            .get_text_config()
-            .to_dict()
-        )
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().to_dict()
     except ValueError as error:
         whole, problem = {}, error
     if absent := [key for key in keys if whole.get(key) is None]:

