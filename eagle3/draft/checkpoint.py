@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
 from eagle3.records import read_json, write_json
 
@@ -32,10 +33,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.folder = folder / FOLDER
-        self.folder.mkdir(exist_ok=True)
-        for left in self.folder.glob("tmp-*"):
-            shutil.rmtree(left)
-        self._check_recipe(recipe)
+        if parallel.rank() == 0:
+            self.folder.mkdir(exist_ok=True)
+            for left in self.folder.glob("tmp-*"):
+                shutil.rmtree(left)
+            self._check_recipe(recipe)
+        parallel.barrier()
 
     def _check_recipe(self, recipe: Mapping[str, Any]) -> None:
         path = self.folder / "recipe.json"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3.acceptance import Drafted
+from eagle3.draft import parallel
 from eagle3.draft.metrics import Tally, accepted_drafts, replay
 from eagle3.draft.model import Draft, prepare, unroll
 from eagle3.draft.objective import Objective, Teacher, projected_loss
@@ -54,7 +55,8 @@ def evaluate(
     tally = Tally(rows.unroll, embedding.device)
     drafted: list[Drafted] = []
     plan = pack([sample.context for sample in rows.samples], batch_tokens, np.random.default_rng(0))
-    for members, row in zip(plan, rows.stream((members, 0) for members in plan), strict=True):
+    share = plan[parallel.rank() :: parallel.world()]
+    for members, row in zip(share, rows.stream((members, 0) for members in share), strict=True):
         row = row.to(embedding.device)
         outputs = unroll(weights, row, embedding)
         _, outcome = projected_loss(outputs, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
@@ -62,4 +64,4 @@ def evaluate(
         accepted = accepted_drafts(row, outcome, draft.target_ids, drafts)
         for sample, first, end in root_ranges(rows.samples, members, rows.unroll):
             drafted.append(replay(accepted[first:end], sample.source, drafts))
-    return Evaluation(tally.read(), drafted)
+    return Evaluation(tally.reduce().read(), parallel.gather(drafted))

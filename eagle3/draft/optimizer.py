@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from eagle3.draft import parallel
 from eagle3.draft.settings import DraftSettings
 
 BETAS = (0.9, 0.95)
@@ -23,7 +24,7 @@ class Optimizer:
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: DraftSettings) -> None:
         self.settings = settings
-        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        world, rank = parallel.world(), parallel.rank()
         # Matrices first: only they are decayed.
         self.parameters = sorted(parameters, key=lambda parameter: parameter.dim() < 2)
         decayed = sum(parameter.numel() for parameter in self.parameters if parameter.dim() >= 2)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from eagle3.draft import train
 from eagle3.draft.model import load_draft
+from eagle3.draft.run import LOG
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
@@ -80,8 +81,7 @@ def test_two_runs_give_the_same_bytes(finished: tuple[Path, dict[str, Any]], inp
     assert artifact(tmp_path) == artifact(finished[0])
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("after", [4, 9])
+@pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 9), (signal.SIGTERM, 4)])
 def test_a_killed_run_continues_bit_for_bit(
     sign: signal.Signals, after: int, finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_killed_run_continues_bit_for_bit(
     child = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    log = tmp_path / train.LOG
+    log = tmp_path / LOG
     while child.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) >= after):
         time.sleep(0.005)
     os.kill(child.pid, sign)
@@ -102,6 +102,21 @@ def test_a_killed_run_continues_bit_for_bit(
         assert len(list((tmp_path / ".checkpoints").glob("step-*"))) > 0
     make(inputs, tmp_path)
     assert artifact(tmp_path) == artifact(finished[0])
+
+
+def test_two_processes_give_what_one_gives_with_accumulation(
+    finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
+) -> None:
+    machine = MachineSettings(device="cpu", threads=1, gpus=2)
+    counts = train.make(DraftSettings(**SETTINGS), machine, **vars(inputs), folder=tmp_path)
+    assert {name: counts[name] for name in ("steps", "tokens", "supervised_tokens")} == {
+        name: finished[1][name] for name in ("steps", "tokens", "supervised_tokens")
+    }
+    for ours, theirs in zip(log_of(tmp_path, "train"), log_of(finished[0], "train"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    first, second = (log_of(folder, "evaluation")[0] for folder in (tmp_path, finished[0]))
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
 def test_a_changed_recipe_is_refused_with_its_keys(inputs: Inputs, tmp_path: Path) -> None:

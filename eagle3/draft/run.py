@@ -1,0 +1,291 @@
+"""One training run: its steps, log, evaluations and checkpoints.
+
+With several processes every one runs the same steps on its share of the rows; sums are exchanged where they are
+needed, and process 0 writes.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3.acceptance import summarise
+from eagle3.console import progress
+from eagle3.draft import parallel
+from eagle3.draft.checkpoint import Checkpoints
+from eagle3.draft.config import NAME
+from eagle3.draft.evaluate import Evaluation, evaluate
+from eagle3.draft.metrics import Tally, expected_acceptance_length
+from eagle3.draft.model import WEIGHTS, Draft, prepare, unroll
+from eagle3.draft.objective import Objective, Teacher, projected_loss
+from eagle3.draft.optimizer import Optimizer, learning_rate
+from eagle3.draft.packing import pack
+from eagle3.draft.rows import Row
+from eagle3.draft.samples import Rows, Sample
+from eagle3.draft.settings import DraftSettings
+from eagle3.errors import Eagle3Error
+from eagle3.hidden_states.reader import HiddenStateReader
+from eagle3.records import RecordLog, write_json
+from eagle3.target import HeadWeights
+
+LOG = ".log.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one optimiser step: sample indices, and the seed of the row's sampled unroll."""
+
+    epoch: int
+    rows: Sequence[tuple[list[int], tuple[int, ...]]]
+
+    @property
+    def members(self) -> list[int]:
+        """All samples of the step."""
+        return [index for members, _ in self.rows for index in members]
+
+
+def plan(settings: DraftSettings, lengths: Sequence[int]) -> list[Step]:
+    """Return all steps of a run: every epoch packs the samples anew."""
+    steps = []
+    for epoch in range(settings.epochs):
+        rows = pack(lengths, settings.batch_tokens, np.random.default_rng([settings.seed, epoch]))
+        seeded = [(members, (settings.seed, epoch, index)) for index, members in enumerate(rows)]
+        groups = range(0, len(seeded), settings.accumulate)
+        steps += [Step(epoch, seeded[index : index + settings.accumulate]) for index in groups]
+    return steps
+
+
+class Run:
+    """A training run in one work folder, from its last checkpoint to its artifact."""
+
+    def __init__(
+        self,
+        settings: DraftSettings,
+        draft: Draft,
+        head: HeadWeights,
+        samples: Sequence[Sample],
+        held_out: Sequence[Sample],
+        reader: HiddenStateReader,
+        *,
+        folder: Path,
+        recipe: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        """Take over `draft` with its first weights; `recipe` is what must not change before the run is finished."""
+        self.settings, self.folder, self.device = settings, folder, device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.draft = draft.to(device)
+        self.optimizer = Optimizer(self.draft.parameters(), settings)
+        self.embedding = head.embedding.to(device, dtype)
+        self.teacher = Teacher.of(head, draft.target_ids, device, dtype)
+        decay = settings.decay if settings.sampled_unroll else None
+        self.rows = Rows(samples, reader, settings.unroll, device, decay)
+        self.held_out = Rows(held_out, reader, settings.unroll, device)
+        self.objective = Objective.of(settings, sampled=settings.sampled_unroll)
+        self.writes = parallel.rank() == 0
+        self.checkpoints = Checkpoints(folder, recipe)
+        self.steps = plan(settings, [sample.context for sample in samples])
+        self.tally = Tally(settings.unroll, device)
+        self.streak = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)
+        self.log: RecordLog | None = None
+        self.state: dict[str, Any] = {"step": 0, "tokens": 0, "supervised": 0, "best_step": None, "best": 0.0}
+
+    def train(self) -> dict[str, Any]:
+        """Run what is left of the steps, write the artifact, and return its counts."""
+        self._resume()
+        first = self.state["step"]
+        stream = self._stream(first)
+        bar = progress(len(self.steps) if self.writes else 0, "draft", "steps")
+        log = RecordLog(self.folder / LOG) if self.writes else nullcontext()
+        with _Terminated() as terminated, bar, log as self.log:
+            bar.update(first)
+            for number in range(first, len(self.steps)):
+                self._step(number, stream)
+                bar.update(1)
+                if self._asked_to_end(terminated):
+                    self._save()
+                    raise SystemExit(128 + signal.SIGTERM)
+        return self._finish()
+
+    def _step(self, number: int, stream: Iterator[Row]) -> None:
+        step, settings = self.steps[number], self.settings
+        totals = self.rows.counts(step.members).tolist()
+        for _ in self._share(step):
+            self._accumulate(next(stream).to(self.device), totals)
+        rate = learning_rate(settings, number, len(self.steps))
+        norm, skipped = self.optimizer.step(rate)
+        self.streak = (self.streak + skipped) * skipped
+        self.skipped += skipped
+        done = number + 1
+        self.state["step"] = done
+        self.state["tokens"] += sum(self.rows.samples[index].context for index in step.members)
+        self.state["supervised"] += totals[0]
+        if self._due(settings.log_every):
+            self._check_streak()
+            self._log(self._record(step.epoch, rate, float(norm)))
+        if self._due(settings.evaluate_every):
+            self._log(self._evaluate(step.epoch))
+        if self._due(settings.checkpoint_every):
+            self._save()
+
+    def _due(self, every: int) -> bool:
+        step: int = self.state["step"]
+        return step % every == 0 or step == len(self.steps)
+
+    def _accumulate(self, row: Row, totals: Sequence[int]) -> None:
+        """Add one row's gradients."""
+        weights = prepare(self.draft, self.embedding.dtype)
+        outputs = unroll(weights, row, self.embedding)
+        loss, outcome = projected_loss(outputs, weights.lm_head, self.teacher, row, self.objective, totals)
+        loss.backward()
+        self.tally.add(row, outcome)
+
+    def _record(self, epoch: int, rate: float, norm: float) -> dict[str, Any]:
+        return {
+            "kind": "train",
+            "step": self.state["step"],
+            "epoch": epoch,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "skipped_steps": int(self.skipped),
+            "tokens": self.state["tokens"],
+            "supervised_tokens": self.state["supervised"],
+            **self.tally.reduce().read(),
+        }
+
+    def _check_streak(self) -> None:
+        streak, step = int(self.streak), self.state["step"]
+        if streak >= self.settings.max_skipped:
+            members = [index for step in self.steps[step - streak : step] for index in step.members]
+            ids = [self.rows.samples[index].id for index in members]
+            raise Eagle3Error(
+                f"the gradient was not finite in {streak} steps in a row",
+                where=f"step {step}, samples {', '.join(ids[:20])}{' ...' if len(ids) > 20 else ''}",
+                expected=f"at most {self.settings.max_skipped - 1} such steps in a row (draft.max_skipped)",
+                remedy="lower draft.learning_rate, or look for damaged hidden states in these samples",
+            )
+
+    def _evaluate(self, epoch: int) -> dict[str, Any]:
+        """Measure on the held-out split and keep the weights if they are the best so far."""
+        settings = self.settings
+        drafts = min(settings.evaluate_drafts, settings.unroll)
+        exact = Objective.of(settings, sampled=False)
+        found = evaluate(self.draft, self.held_out, self.teacher, self.embedding, exact, drafts, settings.batch_tokens)
+        figures = _figures(found, drafts)
+        step, length = self.state["step"], figures["acceptance_length"]
+        if length > self.state["best"]:
+            self.state |= {"best_step": step, "best": length}
+            if self.writes:
+                self.checkpoints.save_best(step, self.draft.state_dict(), figures)
+        figures = {name: value for name, value in figures.items() if name != "per_source"}
+        return {"kind": "evaluation", "step": step, "epoch": epoch, **figures}
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.append(record)
+
+    def _save(self) -> None:
+        tensors: dict[str, dict[str, Tensor]] = {
+            "model": self.draft.state_dict(),
+            "optimizer": self.optimizer.state(),
+            "counters": {"streak": self.streak, "skipped": self.skipped, "tally": self.tally.reduce().sums},
+        }
+        if self.writes:
+            self.checkpoints.save(self.state["step"], tensors, self.state)
+        else:
+            # The sums of all processes go on in process 0 alone.
+            self.tally.sums.zero_()
+        parallel.barrier()
+
+    def _resume(self) -> None:
+        """Go back to the last checkpoint, if there is one; what was logged after it is logged again."""
+        found = self.checkpoints.latest()
+        if found:
+            tensors, self.state = found
+            with torch.no_grad():
+                for name, value in self.draft.state_dict().items():
+                    value.copy_(tensors["model"][name])
+            self.optimizer.load_state(tensors["optimizer"])
+            counters = {name: value.to(self.device) for name, value in tensors["counters"].items()}
+            self.streak, self.skipped = counters["streak"], counters["skipped"]
+            if self.writes:
+                self.tally.sums = counters["tally"]
+        log = self.folder / LOG
+        if self.writes and log.exists():
+            with RecordLog(log) as old:
+                kept = [record for record in old.records if record["step"] <= self.state["step"]]
+            log.unlink()
+            with RecordLog(log) as new:
+                new.append(*kept)
+        parallel.barrier()
+
+    def _stream(self, first: int) -> Iterator[Row]:
+        return self.rows.stream(row for step in self.steps[first:] for row in self._share(step))
+
+    def _share(self, step: Step) -> Sequence[tuple[list[int], tuple[int, ...]]]:
+        return step.rows[parallel.rank() :: parallel.world()]
+
+    def _asked_to_end(self, terminated: _Terminated) -> bool:
+        """Processes must end at the same step, and ask each other only where they wait for each other anyway."""
+        if parallel.world() == 1:
+            return bool(terminated)
+        return self._due(self.settings.log_every) and parallel.any_process(bool(terminated))
+
+    def _finish(self) -> dict[str, Any]:
+        """Write the artifact from the best weights and the log."""
+        counts = {
+            "samples": len(self.rows.samples),
+            "held_out_samples": len(self.held_out.samples),
+            "steps": len(self.steps),
+            "tokens": self.state["tokens"],
+            "supervised_tokens": self.state["supervised"],
+            "skipped_steps": int(self.skipped),
+            "best_step": self.state["best_step"],
+            "acceptance_length": self.state["best"],
+        }
+        if self.writes:
+            weights, metrics = self.checkpoints.best(self.state["best_step"])
+            save_file(weights, self.folder / f".{WEIGHTS}")
+            (self.folder / f".{WEIGHTS}").replace(self.folder / WEIGHTS)
+            write_json(self.folder / NAME, self.draft.config.model_dump())
+            write_json(self.folder / "metrics.json", {**metrics, **counts})
+            temporary = self.folder / ".log.final"
+            temporary.write_bytes((self.folder / LOG).read_bytes())
+            temporary.replace(self.folder / "log.jsonl")
+        return counts
+
+
+def _figures(found: Evaluation, drafts: int) -> dict[str, Any]:
+    expected = expected_acceptance_length(found.metrics["conditional"][:drafts])
+    return {**found.metrics, "expected_acceptance_length": expected, **summarise(found.drafted, drafts)}
+
+
+class _Terminated:
+    """True once the process was asked to end (SIGTERM): the step in progress is finished and saved first."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> _Terminated:
+        self.before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        self.asked = True
