@@ -125,6 +125,5 @@ def open_engine(
         folder: the job's work folder, where a managed server keeps its log; None for a temporary one.
     """
     module = importlib.import_module(f"eagle3.engines.{settings.name}")
-    work = {} if folder is None else {"folder": folder}
-    engine: Engine = module.open_engine(settings, machine, target, **work)
+    engine: Engine = module.open_engine(settings, machine, target, folder)
     return engine

@@ -7,16 +7,21 @@ from typing import Any
 from eagle3.engines import Generation, GenerationRequest, Message, Sampling
 
 
-def chat_body(request: GenerationRequest, sampling: Sampling, model: str) -> dict[str, Any]:
-    """Return the body of `POST /chat/completions`, in the fields that every server knows."""
-    body = {
+def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[str, Any]:
+    """Return the body of `POST /chat/completions`, in the fields that every server knows.
+
+    With `prompt_ids` it is the body of `POST /completions`.
+    """
+    body: dict[str, Any] = {
         "model": model,
-        "messages": [_for_server(message) for message in request.messages],
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": request.seed,
     }
+    if request.prompt_ids is not None:
+        return body | {"prompt": request.prompt_ids}
+    body["messages"] = [_for_server(message) for message in request.messages]
     if request.tools:
         body["tools"] = request.tools
     if request.template_kwargs:
@@ -33,7 +38,7 @@ def _for_server(message: Message) -> Message:
 
 def read_message(choice: dict[str, Any]) -> Message:
     """Return the assistant message of an answer as history wants it."""
-    answer = choice["message"]
+    answer = choice.get("message") or {"content": choice["text"]}
     message: Message = {"role": "assistant", "content": answer.get("content") or ""}
     if reasoning := answer.get("reasoning") or answer.get("reasoning_content"):
         message["reasoning"] = reasoning
@@ -43,13 +48,13 @@ def read_message(choice: dict[str, Any]) -> Message:
 
 
 # Ids stand beside the raw answer; the others differ from run to run.
-_DROPPED = frozenset({"prompt_token_ids", "id", "created", "system_fingerprint"})
+_DROPPED = frozenset({"prompt_token_ids", "token_ids", "id", "created", "system_fingerprint"})
 
 
 def read_raw(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer without token ids (kept elsewhere), without nulls, and without what differs every time."""
     raw = {key: value for key, value in answer.items() if key not in _DROPPED}
-    raw["choices"] = [{k: v for k, v in choice.items() if k != "token_ids"} for choice in raw["choices"]]
+    raw["choices"] = [{k: v for k, v in choice.items() if k not in _DROPPED} for choice in answer["choices"]]
     kept: dict[str, Any] = _without_nulls(raw)
     return kept
 

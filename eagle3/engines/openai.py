@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from eagle3.chat import UnrenderableError, load_chat
 from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
 from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
-from eagle3.engines.completion import chat_body, failed, read_message, read_raw
+from eagle3.engines.completion import body_of, failed, read_message, read_raw
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.rebuild import RebuildError, rebuild
@@ -80,7 +80,7 @@ class OpenAIEngine:
             prompt_ids = self._chat.render(
                 request.messages, tools=request.tools, template_kwargs=request.template_kwargs
             )
-            answer = await self._client.ask(connection, "/chat/completions", chat_body(request, sampling, self._model))
+            answer = await self._client.ask(connection, "/chat/completions", body_of(request, sampling, self._model))
             usage = answer.get("usage") or {}
             if usage.get("prompt_tokens") != len(prompt_ids):
                 detail = f"{len(prompt_ids)} tokens, the endpoint counted {usage.get('prompt_tokens')}"

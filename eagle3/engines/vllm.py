@@ -21,7 +21,7 @@ from eagle3.chat import Chat, UnrenderableError, load_chat
 from eagle3.console import say
 from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, speculation
 from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
-from eagle3.engines.completion import chat_body, failed, read_message, read_raw
+from eagle3.engines.completion import body_of, failed, read_message, read_raw
 from eagle3.engines.server import scratch_folder
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.engines.vllm_server import MODEL, VllmServer, arguments, capture_flags, draft_flags, installed_version
@@ -89,7 +89,7 @@ class VllmEngine:
         )
         asked = {request.id: request for request in requests}
         for answer in answers:
-            if answer.error is None:
+            if answer.error is None and asked[answer.id].prompt_ids is None:
                 answer.raw["rebuilt"] = self._compare(asked[answer.id], answer)
             yield answer
 
@@ -156,14 +156,17 @@ class VllmEngine:
     async def _answer(
         self, client: Client, sampling: Sampling, connection: AsyncOpenAI, request: GenerationRequest
     ) -> Generation:
-        body = chat_body(request, sampling, self._model) | _NEUTRAL
+        body = body_of(request, sampling, self._model) | _NEUTRAL
         body |= {"return_token_ids": True, "stop_token_ids": list(self._target.eos_token_ids)}
         try:
-            answer = await client.ask(connection, "/chat/completions", body)
+            path = "/chat/completions" if request.prompt_ids is None else "/completions"
+            answer = await client.ask(connection, path, body)
         except RequestFailedError as error:
             return failed(request, error.code, error.detail)
         choice = answer["choices"][0]
-        if not answer.get("prompt_token_ids") or choice.get("token_ids") is None:
+        # Chat completions give the prompt's ids beside the choices, completions inside.
+        prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if not prompt_ids or choice.get("token_ids") is None:
             raise Eagle3Error(
                 "the server returns no token ids",
                 where=client.url,
@@ -172,7 +175,7 @@ class VllmEngine:
             )
         return Generation(
             id=request.id,
-            prompt_ids=answer["prompt_token_ids"],
+            prompt_ids=prompt_ids,
             token_ids=choice["token_ids"],
             finish_reason=choice["finish_reason"],
             message=read_message(choice),

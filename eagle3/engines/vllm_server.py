@@ -13,6 +13,7 @@ from types import TracebackType
 import orjson
 
 from eagle3.console import say
+from eagle3.engines.dtype import compute_dtype
 from eagle3.engines.server import Server, free_port
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
@@ -164,16 +165,14 @@ def arguments(settings: EngineSettings, target: Target) -> list[str]:
     """Return the arguments that bear on vLLM's answers, whatever it is used for."""
     import torch
 
-    dtype = settings.dtype
-    if torch.cuda.is_available():
-        return ["--dtype", dtype, *_trust(target), *settings.arguments]
-    if dtype == "auto" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        dtype = "float32"
-    return ["--dtype", dtype, *_CPU_FLAGS, *_trust(target), *settings.arguments]
-
-
-def _trust(target: Target) -> list[str]:
-    return ["--trust-remote-code"] if target.trust_remote_code else []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trust = ["--trust-remote-code"] if target.trust_remote_code else []
+    return [
+        *("--dtype", compute_dtype(settings.dtype, target, device)),
+        *(_CPU_FLAGS if device == "cpu" else ()),
+        *trust,
+        *settings.arguments,
+    ]
 
 
 def _memory_and_speed(machine: MachineSettings) -> list[str]:

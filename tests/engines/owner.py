@@ -1,6 +1,6 @@
 """A job that owns a server, for tests of how the server ends with it.
 
-    python -m tests.engines.owner FOLDER (normal | exception | wait) MANNER-OF-THE-SERVER
+python -m tests.engines.owner FOLDER (normal | exception | wait) MANNER-OF-THE-SERVER
 """
 
 from __future__ import annotations

