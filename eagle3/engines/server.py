@@ -191,7 +191,7 @@ def gpu_memory() -> list[int]:
 def _wait_for_memory(before: Sequence[int], name: str) -> None:
     """Return when the GPUs hold no more than before: the next stage needs the memory at once."""
     start = time.monotonic()
-    while any(now > then + _MEMORY_SLACK for now, then in zip(gpu_memory(), before, strict=True)):
+    while any(now > then + _MEMORY_SLACK for now, then in zip(gpu_memory(), before, strict=False)):
         if time.monotonic() - start > _MEMORY_DEADLINE:
             raise Eagle3Error(
                 f"GPU memory was not freed after {name} ended",

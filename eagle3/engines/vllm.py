@@ -36,6 +36,8 @@ _NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _WIDEST = 4
 # Seconds after which vLLM's counters must agree with its answers.
 _COUNTERS_DEADLINE = 10.0
+# Most log-probabilities that a server gives of one token, unless it was started otherwise.
+_LIKELIEST = 20
 
 
 def open_engine(
@@ -152,6 +154,33 @@ class VllmEngine:
             accepted={id: list(found.accepted) for id, found in figures.items()},
             seconds=seconds,
         )
+
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
+        """Return logit(first) - logit(second) of a pair of tokens after each prefix, as the running server has them.
+
+        A token that is not among the likeliest ones is taken for the last of these: the true gap is then larger.
+        Where greedy answers with and without a draft part, a gap of rounding's size excuses it.
+        """
+        client = self._connect(self._server.flags if self._server else [])
+        gaps = client.stream(
+            partial(self._gap, client),
+            list(enumerate(zip(prefixes, pairs, strict=True))),
+            limit=self.concurrency,
+            recover=self._recover(client),
+        )
+        return [gap for _, gap in sorted(gaps)]
+
+    async def _gap(
+        self, client: Client, connection: AsyncOpenAI, item: tuple[int, tuple[Sequence[int], Sequence[int]]]
+    ) -> tuple[int, float]:
+        place, (prefix, pair) = item
+        body = {"model": self._model, "prompt": list(prefix), "max_tokens": 1, "temperature": 0.0}
+        body |= {"logprobs": _LIKELIEST, "return_tokens_as_token_ids": True}
+        answer = await client.ask(connection, "/completions", body | _NEUTRAL)
+        logprobs = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        least = min(logprobs.values())
+        first, second = (logprobs.get(f"token_id:{token}", least) for token in pair)
+        return place, first - second
 
     async def _answer(
         self, client: Client, sampling: Sampling, connection: AsyncOpenAI, request: GenerationRequest

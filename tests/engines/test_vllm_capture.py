@@ -62,7 +62,7 @@ def test_states_are_those_of_transformers(target: Target, tmp_path: Path) -> Non
     wanted = sequences(target.vocab_size)
     buffer = MACHINE.buffer_mb << 20
     assert sum(map(len, wanted)) * len(layer_ids) * target.hidden_size * 4 > buffer, "they do not fit at once"
-    captures = []
+    captures: list[Capture] = []
     with open_engine(SETTINGS, MACHINE, target, tmp_path) as engine:
         assert isinstance(engine, VllmEngine)
         for capture in engine.capture([*wanted, [5] * 600], layer_ids):

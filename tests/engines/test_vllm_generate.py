@@ -10,6 +10,7 @@ import pytest
 
 from eagle3.engines import Generation, GenerationRequest, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.engines.tuning import tune_concurrency
 from eagle3.engines.vllm import VllmEngine
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
@@ -143,6 +144,17 @@ def test_an_endpoint_without_ids_gives_the_same_ones(endpoint: MachineSettings, 
         assert {answer.id for answer in answers} == set(CASES)
         for answer in answers:
             check(answer, scripted)
+
+
+def test_the_concurrency_is_tuned(endpoint: MachineSettings, scripted: Target) -> None:
+    rows, recommended = tune_concurrency(
+        EngineSettings(name="vllm"), endpoint, scripted, [ask("a"), ask("b")], GREEDY, levels=(1, 2, 4)
+    )
+    assert [row["concurrency"] for row in rows] == [1, 2, 4]
+    assert [row["requests"] for row in rows] == [3, 6, 12]
+    length = len(targets.make_tokenizer().encode(CASES["thinking"][1]))
+    assert all(row["tokens"] == length * row["requests"] for row in rows)
+    assert recommended in (1, 2, 4)
 
 
 def test_a_wrong_key_ends_the_run(endpoint: MachineSettings, scripted: Target, monkeypatch: pytest.MonkeyPatch) -> None:

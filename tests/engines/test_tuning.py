@@ -1,0 +1,31 @@
+"""Which concurrency is recommended."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle3.engines.tuning import Level, _has_levelled_off, recommend
+
+
+def levels(speeds: dict[int, float]) -> list[Level]:
+    return [Level(n, 3 * n, 100, 1.0, speed, 1.0) for n, speed in speeds.items()]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [
+        ({1: 10, 2: 20, 4: 40}, 4),
+        ({1: 10, 2: 20, 4: 20.5, 8: 20.4}, 2),
+        ({1: 10, 2: 20, 4: 12}, 2),
+        ({1: 10}, 1),
+    ],
+)
+def test_the_smallest_that_is_almost_the_fastest_is_recommended(speeds: dict[int, float], best: int) -> None:
+    assert recommend(levels(speeds)) == best
+
+
+def test_the_ramp_ends_after_two_levels_without_gain() -> None:
+    assert not _has_levelled_off(levels({1: 10, 2: 9}))
+    assert not _has_levelled_off(levels({1: 10, 2: 9, 4: 11}))
+    assert _has_levelled_off(levels({1: 10, 2: 10.1, 4: 9}))
+    assert not _has_levelled_off(levels({1: 10, 2: 15, 4: 20, 8: 40}))
