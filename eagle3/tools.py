@@ -81,3 +81,24 @@ def show(
     from eagle3.show import show_records
 
     show_records(file, sample=sample, target=target, count=count)
+
+
+@app.command(rich_help_panel=TOOLS)
+def verify(
+    paths: Annotated[list[Path], typer.Argument(help="Hidden-state shards, or folders that hold them.")],
+    target: Annotated[
+        Path | None, typer.Option(help="target.json: also compute the teacher's tokens of some samples again.")
+    ] = None,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Also capture some samples again with transformers (needs --target).")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="How many samples --target and --parity look at.")] = 8,
+    threads: Annotated[int, typer.Option(help="Threads for reading.")] = 2,
+) -> None:
+    """Check every byte of stored hidden states; exit code 1 on any fault. Works while a capture runs."""
+    from eagle3.hidden_states.show import print_report, verify_files
+
+    report = verify_files(paths, pin=target, parity=parity, samples=samples, threads=threads)
+    print_report(report)
+    if not report.ok:
+        raise typer.Exit(1)
