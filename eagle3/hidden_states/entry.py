@@ -130,7 +130,7 @@ class Entry:
         """
         ends = np.cumsum(self.frame_bytes)
         begin, end = (int(ends[frame - 1]) if frame else 0 for frame in (first, stop))
-        data = memoryview(read_at(self.path, self.offset + begin, end - begin))
+        data = read_at(self.path, self.offset + begin, end - begin)
         bounds = [0, *(ends[first:stop] - begin).tolist()]
         return [data[a:b] for a, b in pairwise(bounds)]
 
@@ -153,18 +153,19 @@ def decode_frames(entry: Entry, recipe: Recipe, first: int, stop: int, targets: 
             raise FrameError(entry, recipe, number, where[number], error) from None
 
 
-def read_at(path: Path, offset: int, size: int) -> bytearray:
+def read_at(path: Path, offset: int, size: int) -> memoryview:
     """Read exactly `size` bytes at `offset`.
 
     Raises:
         Eagle3Error: the file is missing or ends before.
     """
-    data = bytearray(size)
+    # Unlike a bytearray, not filled with zeros first.
+    data = np.empty(size, np.uint8).data
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            view, done = memoryview(data), 0
-            while done < size and (step := file.readinto(view[done:])):
+            done = 0
+            while done < size and (step := file.readinto(data[done:])):
                 done += step
     except FileNotFoundError:
         raise Eagle3Error("a hidden-state shard is missing", where=path, remedy=REMEDY) from None

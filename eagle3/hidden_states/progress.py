@@ -103,8 +103,13 @@ class Progress:
             entries = sorted(log.entries.values(), key=lambda entry: entry.id)
             entries = _with_teacher(entries, self.recipe, head)
             temporary = self._folder / f".shard-{number}.tmp"
-            write_shard(temporary, self.recipe, number, self._shards, entries)
-            found = self._read_back(temporary)
+            try:
+                write_shard(temporary, self.recipe, number, self._shards, entries)
+                found = self._read_back(temporary)
+            except BaseException:
+                # On a full disk, an unfinished shard would take the room that the user makes.
+                temporary.unlink(missing_ok=True)
+                raise
             temporary.replace(shard_path(self._folder, number))
             _sync_folder(self._folder)
             log.remove()

@@ -10,13 +10,13 @@ disk or a power cut leaves behind is recognised and captured again, and everythi
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import orjson
@@ -31,6 +31,7 @@ _MAGIC = b"\x93EAGLE3\n"
 _PREFIX = struct.Struct("<8sII")
 # A power cut costs at most what arrived since the last sync; a kill costs nothing that was appended.
 _SYNC_SECONDS = 1.0
+_SEARCH_BYTES = 1 << 20
 
 
 def log_path(folder: Path, number: int) -> Path:
@@ -139,22 +140,37 @@ def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
 
     The frames are not read; `frames_intact` does that.
     """
-    if not path.is_file() or not (size := path.stat().st_size):
+    if not path.is_file():
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as file:
+        size = path.stat().st_size
         at = 0
-        while (at := data.find(_MAGIC, at)) >= 0 and at + _PREFIX.size <= size:
-            _, length, crc = _PREFIX.unpack_from(data, at)
-            begin = at + _PREFIX.size
-            head = data[begin : begin + length]
-            if len(head) == length and zlib.crc32(head) == crc:
-                entry = _entry(path, head, begin + length)
+        while (at := _next_record(file, at)) >= 0:
+            file.seek(at)
+            prefix = file.read(_PREFIX.size)
+            _, length, crc = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0, -1)
+            head = file.read(length)
+            if zlib.crc32(head) == crc:
+                entry = _entry(path, head, file.tell())
                 frames = count_frames(len(entry.token_ids), len(entry.last_rows), aux_layers)
                 if entry.offset + entry.size <= size and len(entry.frame_bytes) == frames:
                     yield entry
                     at = entry.offset + entry.size
                     continue
             at += 1
+
+
+def _next_record(file: BinaryIO, at: int) -> int:
+    """Return where the next record may begin, at `at` if all is well; -1 at the end."""
+    file.seek(at)
+    block = file.read(len(_MAGIC))
+    while len(block) >= len(_MAGIC):
+        if (found := block.find(_MAGIC)) >= 0:
+            return at + found
+        at += len(block) - len(_MAGIC) + 1
+        file.seek(at)
+        block = file.read(_SEARCH_BYTES)
+    return -1
 
 
 def frames_intact(entry: Entry, part: str) -> bool:

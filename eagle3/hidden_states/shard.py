@@ -51,12 +51,12 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        prefix = read_at(path, 0, 8)
+        prefix = bytes(read_at(path, 0, 8))
         length = int.from_bytes(prefix, "little")
         size = path.stat().st_size
         if length > size - 8:
             raise damaged(path, "the header's length is beyond the end of the file")
-        head = prefix + read_at(path, 8, length)
+        head = prefix + bytes(read_at(path, 8, length))
         try:
             header = orjson.loads(head[8:])
             metadata: dict[str, str] = header.pop("__metadata__")
@@ -77,7 +77,7 @@ class Shard:
                 expected=f"{end:,} bytes",
                 remedy=REMEDY,
             )
-        self._load_index(bytes(head), sizes)
+        self._load_index(head, sizes)
 
     def _load_index(self, head: bytes, sizes: dict[str, int]) -> None:
         begin, stop = self._data["checksum"], self._data["token_ids"]

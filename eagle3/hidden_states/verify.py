@@ -48,6 +48,7 @@ class Report:
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
+    """Of all frames."""
     teacher_agreement: float | None = None
     """Share of samples whose recorded teacher token is the engine's; None where nothing is recorded yet."""
     response_agreement: float | None = None
@@ -105,7 +106,7 @@ def verify(
     for one in sets:
         report.files += 1
         report.samples += len(one.audits)
-        report.bytes += one.path.stat().st_size
+        report.bytes += sum(audit.entry.size for audit in one.audits if audit.entry)
         for audit in one.audits:
             report.faults += audit.faults
             report.tokens += len(audit.entry.token_ids) if audit.entry else 0
@@ -147,11 +148,12 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]:
     for path in files:
         if path.suffix == ".log":
-            if (recipe := read_recipe(path.parent)) is not None:
-                with ThreadPoolExecutor(threads) as pool:
-                    entries = scan(path, recipe.aux_layers)
-                    yield _Set(path, recipe, list(pool.map(lambda entry: audit_entry(entry, recipe), entries)))
-            continue
+            found = _read_log(path, threads)
+            # A running capture may have made a shard of it meanwhile.
+            path = path if path.exists() else path.parent.with_name(f"{path.stem}.safetensors")
+            if path.suffix == ".log":
+                yield from found
+                continue
         try:
             shard = Shard(path)
         except Eagle3Error as error:
@@ -159,6 +161,16 @@ def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]
             report.faults.append(Fault(_kind(error), str(path), "", _found(error)))
         else:
             yield _Set(path, shard.recipe, audit_shard(shard, threads), shard)
+
+
+def _read_log(path: Path, threads: int) -> list[_Set]:
+    recipe = read_recipe(path.parent)
+    if recipe is None:
+        return []
+    with ThreadPoolExecutor(threads) as pool:
+        return [
+            _Set(path, recipe, list(pool.map(lambda entry: audit_entry(entry, recipe), scan(path, recipe.aux_layers))))
+        ]
 
 
 def _kind(error: Eagle3Error) -> str:

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from eagle3.engines import Capture
 from eagle3.errors import Eagle3Error
+from eagle3.fingerprint import closure
 from eagle3.hidden_states.entry import Recipe
 from eagle3.hidden_states.pipeline import Pipeline, Sample
 from eagle3.hidden_states.reader import HiddenStateReader
@@ -158,6 +159,12 @@ def test_no_samples_and_wrong_layers_are_refused(make: Make, tmp_path: Path) -> 
     write_records(make.samples, [])
     with pytest.raises(Eagle3Error, match="no samples to capture"):
         make(tmp_path / "work")
+
+
+def test_an_edit_of_reading_or_verifying_captures_nothing_again() -> None:
+    covered = set(closure(["eagle3.hidden_states.capture"]))
+    assert "eagle3.hidden_states.codec" in covered
+    assert not covered & {"eagle3.hidden_states.reader", "eagle3.hidden_states.verify", "eagle3.hidden_states.show"}
 
 
 class SlowLog(Log):

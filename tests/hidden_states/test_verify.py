@@ -22,6 +22,7 @@ from eagle3.records import Record, read_records, write_records
 from eagle3.target import Target, head_weights, load_target
 from tests.hidden_states.conftest import Make, TinyEngine
 from tests.hidden_states.test_capture import normed
+from tests.hidden_states.test_resume import interrupted
 
 anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 
@@ -255,20 +256,22 @@ def test_a_capture_under_way(make: Make, tmp_path: Path) -> None:
     (report,) = seen
     assert report.ok, report.faults
     assert 0 < report.samples < 22
-    log = max((tmp_path / "work").rglob("shard-0*"), key=lambda path: path.stat().st_size)
-    assert log.suffix == ".safetensors"
-    assert not (tmp_path / "work" / ".capture" / "shard-0.log").exists()
+    assert report.files == 2
+
+
+def test_a_record_that_is_being_written(make: Make, tmp_path: Path) -> None:
+    log = interrupted(make, tmp_path / "work")
+    before = verify([tmp_path / "work"])
+    assert before.ok
+    with log.open("r+b") as file:
+        file.truncate(log.stat().st_size - 1)
+    report = verify([tmp_path / "work"])
+    assert report.ok
+    assert report.samples == before.samples - 1
 
 
 def test_a_damaged_log_of_a_capture_under_way(make: Make, tmp_path: Path) -> None:
-    def stop(found: Capture, number: int) -> Capture:
-        if number == 15:
-            raise RuntimeError("the server died")
-        return found
-
-    with pytest.raises(RuntimeError):
-        make(tmp_path / "work", TinyEngine(make.model, alter=stop))
-    log = tmp_path / "work" / ".capture" / "shard-0.log"
+    log = interrupted(make, tmp_path / "work")
     data = bytearray(log.read_bytes())
     data[-10] ^= 1
     log.write_bytes(data)
