@@ -26,8 +26,12 @@ _WHOLE = 1 << 29
 _BLOCKS, _BLOCK = 16, 1 << 16
 
 
-def make(settings: TargetSettings, folder: Path) -> dict[str, Any]:
-    """Write `target.json` into `folder`, and for the demo the model's files into `model/` beside it."""
+def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
+    """Write `target.json` into `folder`, and for the demo the model's files into `model/` beside it.
+
+    Raises:
+        Eagle3Error: the model cannot be found, fetched or used.
+    """
     if settings.model == demo.NAME:
         demo.make(folder)
         model, path = folder / demo.MODEL, demo.MODEL

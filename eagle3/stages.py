@@ -38,7 +38,9 @@ STAGES = {
         Stage("draft", ("eagle3.draft.train",), ("draft",), machine=True),
         Stage("export", ("eagle3.export",), ("export",)),
         Stage("acceptance_simulated", ("eagle3.simulated",), ("acceptance",), machine=True),
-        Stage("acceptance_served", ("eagle3.served",), ("acceptance", "engine"), machine=True),
+        Stage(
+            "acceptance_served", ("eagle3.served", "eagle3.engines.speculation"), ("acceptance", "engine"), machine=True
+        ),
         Stage("report", ("eagle3.report",), ()),
     )
 }

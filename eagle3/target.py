@@ -1,8 +1,11 @@
-"""The target model, pinned: where it is, exactly which one, and what later stages must know of its shape."""
+"""The target model, pinned: where it is, exactly which one, and what later stages must know of its shape.
+
+Every stage reads this module; how a target is found and pinned stands apart, in `eagle3.pin`, so that an edit there
+does not count for the artifacts of every stage.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,22 +96,6 @@ def load_target(pin: Path) -> Target:
         config=value["config"],
         trust_remote_code=value["trust_remote_code"],
     )
-
-
-def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
-    """Pin the target: write `target.json`, and for the demo the model itself under `model/`.
-
-    How a target is fetched stands in `eagle3.pin`, imported by name: every stage imports this module, and an
-    edit there must not count for their artifacts.
-
-    Returns:
-        counts for the summary.
-
-    Raises:
-        Eagle3Error: the model cannot be found, fetched or used.
-    """
-    counts: dict[str, Any] = importlib.import_module("eagle3.pin").make(settings, folder)
-    return counts
 
 
 def head_weights(target: Target) -> HeadWeights:

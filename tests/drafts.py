@@ -21,7 +21,7 @@ from eagle3.target import Target, TargetSettings, head_weights
 def pinned(target: Target, folder: Path) -> Path:
     """Pin a target's folder as the stage does; return its target.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    make(TargetSettings(model=str(target.path)), folder)
+    make(TargetSettings(model=str(target.path)), folder=folder)
     return folder / PIN
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3 import target as stage
+from eagle3 import pin as stage
 from eagle3.errors import Eagle3Error
 from eagle3.pin import revision
 from eagle3.records import read_json, write_json
@@ -236,7 +236,7 @@ def test_a_name_that_is_nothing_says_what_would_be_something(tmp_path: Path, nam
 def test_a_hub_id_without_network_is_a_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment at import."""
     code = (
-        "import sys; from pathlib import Path; from eagle3.target import TargetSettings, make\n"
+        "import sys; from pathlib import Path; from eagle3.pin import make; from eagle3.target import TargetSettings\n"
         "make(TargetSettings(model='owner/model', revision='abc'), folder=Path(sys.argv[1]))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}

@@ -1,7 +1,4 @@
-"""Decoding a batch: plain, token by token, or with a draft that proposes and the target that verifies.
-
-B rows · k drafts a step · V vocabulary · A tapped layers · H hidden size · p position.
-"""
+"""Decoding a batch, token by token. B rows · V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 import torch
 
 from eagle3.engines import Sampling
-from eagle3.engines.rows import Rows, at, padded, tapped
-from eagle3.reference_draft import ReferenceDraft
+from eagle3.engines.rows import Rows
 
 # Nucleus sampling sorts this many of the likeliest tokens, and all only where these do not reach `top_p`.
 _CANDIDATES = 1024
@@ -23,7 +19,7 @@ _WORTH_DROPPING = 0.75
 
 @dataclass
 class Answer:
-    """One row's generated ids, the end token included, and what drafting gave."""
+    """One row's generated ids, the end token included, and what drafting gave (see `eagle3.engines.speculation`)."""
 
     limit: int
     token_ids: list[int] = field(default_factory=list)
@@ -70,7 +66,7 @@ def decode(
         for row, token in zip(live, tokens.tolist(), strict=True):
             if not answers[row].finished:
                 answers[row].take([token], stop_ids)
-        if (kept := _kept(answers, live)) is not None:
+        if (kept := unfinished(answers, live)) is not None:
             if not len(kept):
                 return answers
             live, tokens = [live[index] for index in kept.tolist()], tokens[kept]
@@ -79,60 +75,7 @@ def decode(
         rows.accept(1)
 
 
-@torch.inference_mode()
-def speculate(
-    model: Any,
-    draft: ReferenceDraft,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    stop_ids: Collection[int],
-    k: int,
-) -> list[Answer]:
-    """Continue every prompt greedily; the draft proposes k tokens a step, and the target keeps what it agrees with.
-
-    After each step the draft's keys of the kept positions are computed again from the target's own states, as
-    engines do: its cache slot is the position, so they replace those of the proposals.
-    """
-    answers = [Answer(limit, accepted=[0] * k) for limit in limits]
-    live = list(range(len(prompts)))
-    rows = Rows(model)
-    chain = draft.chain()
-    with tapped(model, draft.layer_ids) as states:
-        pending = rows.prefill(prompts).argmax(-1)
-        for row, token in zip(live, pending.tolist(), strict=True):
-            answers[row].take([token], stop_ids)
-        last = rows.lengths - 1
-        # The draft at position p reads token p+1.
-        following = padded(prompts).to(pending.device).roll(-1, dims=1)
-        following = following.scatter(1, last[:, None], pending[:, None])
-        chain.commit(following, torch.cat(states, -1), torch.zeros_like(last), last)
-        while True:
-            if (kept := _kept(answers, live)) is not None:
-                if not len(kept):
-                    return answers
-                live, pending = [live[index] for index in kept.tolist()], pending[kept]
-                rows.select(kept)
-                chain.select(kept)
-            proposed = chain.propose(k)
-            verified = rows.extend(torch.cat([pending[:, None], proposed], 1)).argmax(-1)
-            agreed = (verified[:, :k] == proposed).long().cumprod(1).sum(1)
-            chain.commit(verified, torch.cat(states, -1), rows.lengths, agreed)
-            rows.accept(agreed + 1)
-            pending = at(verified, agreed)
-            for row, token_ids, count in zip(live, verified.tolist(), agreed.tolist(), strict=True):
-                if not answers[row].finished:
-                    _record(answers[row], answers[row].take(token_ids[: count + 1], stop_ids), count)
-
-
-def _record(answer: Answer, taken: int, agreed: int) -> None:
-    """Count a step: what the target agrees with behind an end token is no gain; the limit is our own doing."""
-    answer.steps += 1
-    ended = answer.finished and len(answer.token_ids) < answer.limit
-    for position in range(min(taken, agreed) if ended else agreed):
-        answer.accepted[position] += 1
-
-
-def _kept(answers: Sequence[Answer], live: Sequence[int]) -> torch.Tensor | None:
+def unfinished(answers: Sequence[Answer], live: Sequence[int]) -> torch.Tensor | None:
     """Return which of the live rows stay, if it is worth dropping the finished ones."""
     kept = [index for index, row in enumerate(live) if not answers[row].finished]
     return torch.tensor(kept, dtype=torch.long) if len(kept) <= _WORTH_DROPPING * len(live) else None

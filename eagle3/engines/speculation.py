@@ -1,54 +1,74 @@
-"""How many drafted tokens the target kept, as vLLM counts them: per request, and for the whole server."""
+"""Decoding a batch with a draft: it proposes, the target verifies, and greedy output stays what it was.
+
+B rows · k drafts a step · A tapped layers · H hidden size · p position.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
-_METRIC = re.compile(
-    r"^vllm:spec_decode_num_(?P<name>drafts|accepted_tokens_per_pos)_total\{(?P<labels>.*)\} (?P<value>\S+)$", re.M
-)
-_POSITION = re.compile(r'position="(\d+)"')
+import torch
+
+from eagle3.engines.decoding import Answer, unfinished
+from eagle3.engines.rows import Rows, at, padded, tapped
+from eagle3.reference_draft import ReferenceDraft, load_reference_draft
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """Verification steps with a draft, and the drafts that were kept by position (length k)."""
-
-    steps: int
-    accepted: tuple[int, ...]
+def load_draft(folder: Path, model: Any) -> ReferenceDraft:
+    """Load an exported draft for a target, whose embedding it shares."""
+    return load_reference_draft(folder, model.get_input_embeddings().weight.detach())
 
 
-def of_answer(answer: dict[str, Any], k: int) -> Speculation:
-    """Read the figures of one request (`--per-request-spec-decode-metrics summary`).
+@torch.inference_mode()
+def speculate(
+    model: Any,
+    draft: ReferenceDraft,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop_ids: Collection[int],
+    k: int,
+) -> list[Answer]:
+    """Continue every prompt greedily; the draft proposes k tokens a step, and the target keeps what it agrees with.
 
-    vLLM gives a histogram: entry j counts the steps in which exactly j drafts were kept. None if no step was made.
+    After each step the draft's keys of the kept positions are computed again from the target's own states, as
+    engines do: its cache slot is the position, so they replace those of the proposals.
     """
-    figures = (answer.get("metrics") or {}).get("speculative_decoding")
-    if figures is None:
-        return Speculation(0, (0,) * k)
-    histogram = figures["acceptance_histogram"]
-    return Speculation(figures["num_spec_steps"], tuple(sum(histogram[place + 1 :]) for place in range(k)))
+    answers = [Answer(limit, accepted=[0] * k) for limit in limits]
+    live = list(range(len(prompts)))
+    rows = Rows(model)
+    chain = draft.chain()
+    with tapped(model, draft.layer_ids) as states:
+        pending = rows.prefill(prompts).argmax(-1)
+        for row, token in zip(live, pending.tolist(), strict=True):
+            answers[row].take([token], stop_ids)
+        last = rows.lengths - 1
+        # The draft at position p reads token p+1.
+        following = padded(prompts).to(pending.device).roll(-1, dims=1)
+        following = following.scatter(1, last[:, None], pending[:, None])
+        chain.commit(following, torch.cat(states, -1), torch.zeros_like(last), last)
+        while True:
+            if (kept := unfinished(answers, live)) is not None:
+                if not len(kept):
+                    return answers
+                live, pending = [live[index] for index in kept.tolist()], pending[kept]
+                rows.select(kept)
+                chain.select(kept)
+            proposed = chain.propose(k)
+            verified = rows.extend(torch.cat([pending[:, None], proposed], 1)).argmax(-1)
+            agreed = (verified[:, :k] == proposed).long().cumprod(1).sum(1)
+            chain.commit(verified, torch.cat(states, -1), rows.lengths, agreed)
+            rows.accept(agreed + 1)
+            pending = at(verified, agreed)
+            for row, token_ids, count in zip(live, verified.tolist(), agreed.tolist(), strict=True):
+                if not answers[row].finished:
+                    _record(answers[row], answers[row].take(token_ids[: count + 1], stop_ids), count)
 
 
-def of_server(metrics: str, k: int) -> Speculation:
-    """Read the counters of a server since its start (`/metrics`), summed over its engines."""
-    steps = 0
-    accepted = [0] * k
-    for match in _METRIC.finditer(metrics):
-        value = int(float(match["value"]))
-        if position := _POSITION.search(match["labels"]):
-            accepted[int(position[1])] += value
-        else:
-            steps += value
-    return Speculation(steps, tuple(accepted))
-
-
-def total(parts: Iterable[Speculation], k: int) -> Speculation:
-    """Return the sum."""
-    parts = list(parts)
-    return Speculation(
-        sum(part.steps for part in parts), tuple(sum(part.accepted[place] for part in parts) for place in range(k))
-    )
+def _record(answer: Answer, taken: int, agreed: int) -> None:
+    """Count a step: what the target agrees with behind an end token is no gain; the limit is our own doing."""
+    answer.steps += 1
+    ended = answer.finished and len(answer.token_ids) < answer.limit
+    for position in range(min(taken, agreed) if ended else agreed):
+        answer.accepted[position] += 1

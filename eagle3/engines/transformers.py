@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -13,12 +14,11 @@ import transformers
 
 from eagle3.chat import UnrenderableError, load_chat
 from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
-from eagle3.engines.decoding import Answer, decode, speculate
+from eagle3.engines.decoding import Answer, decode
 from eagle3.engines.dtype import compute_dtype
 from eagle3.engines.rows import ATTENTION, grouped_attention, padded, tapped
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.reference_draft import load_reference_draft
 from eagle3.target import Target
 
 T = TypeVar("T")
@@ -101,9 +101,10 @@ class TransformersEngine:
         """Answer every request greedily, in float32 so that both ways round alike; see `Engine.serve`."""
         if sampling.temperature:
             raise Eagle3Error("the embedded engine serves greedily only", found=f"temperature {sampling.temperature}")
+        # By name: generation and capture are no other for an edit of how drafts are served.
+        speculation = importlib.import_module("eagle3.engines.speculation")
         model = self._model(torch.float32)
-        embedding = model.get_input_embeddings().weight.detach()
-        drafter = None if draft is None else load_reference_draft(draft, embedding)
+        drafter = None if draft is None else speculation.load_draft(draft, model)
         answers: dict[str, Answer] = {}
         prompts = [self._prompt(request) for request in requests]
         stop_ids = self._chat.stop_ids
@@ -114,7 +115,7 @@ class TransformersEngine:
             if drafter is None:
                 served = decode(model, rows, limits, stop_ids, sampling, [0] * len(rows))
             else:
-                served = speculate(model, drafter, rows, limits, stop_ids, k)
+                served = speculation.speculate(model, drafter, rows, limits, stop_ids, k)
             answers |= {request.id: answer for (request, _), answer in zip(batch, served, strict=True)}
         return Served(
             token_ids={name: answer.token_ids for name, answer in answers.items()},

