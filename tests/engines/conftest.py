@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,36 +38,50 @@ def draft(llama: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return targets.make_draft(tmp_path_factory.mktemp("draft") / "plain", llama)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes that have a mark in their environment, this one left out."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+class Family:
+    """All processes that a test has started, however deep.
 
+    They carry a mark in their environment. vLLM's engine processes overwrite theirs with a title, so whoever is in a
+    session with a marked process counts as well: `processes` must be asked once while the family is whole.
+    """
 
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Mark all processes that a test starts, and kill those that it leaves."""
-    value = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, value)
-    yield value
-    for process in marked(value):
-        process.kill()
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._sessions: set[int] = set()
 
+    def processes(self) -> list[psutil.Process]:
+        """Return those that run now."""
+        own = os.getsid(0)
+        sessions: dict[psutil.Process, int] = {}
+        marked = set()
+        for process in psutil.process_iter():
+            try:
+                sessions[process] = os.getsid(process.pid)
+                if process.pid != os.getpid() and process.environ().get(MARK) == self._mark:
+                    marked.add(process)
+            except (psutil.Error, OSError):
+                continue
+        self._sessions |= {sessions[process] for process in marked} - {own}
+        return [process for process in sessions if process in marked or sessions[process] in self._sessions]
 
-@pytest.fixture
-def gone(mark: str) -> Callable[[], None]:
-    """Assert that within a minute no marked process is left."""
+    def named(self, part: str) -> list[psutil.Process]:
+        """Return those with this in their command line or title."""
+        return [process for process in self.processes() if part in " ".join(process.cmdline())]
 
-    def check() -> None:
+    def assert_gone(self) -> None:
+        """Assert that within a minute none is left."""
         deadline = time.monotonic() + 60
-        while left := marked(mark):
+        while left := self.processes():
             assert time.monotonic() < deadline, [process.cmdline() for process in left]
             time.sleep(0.1)
 
-    return check
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+    """Mark all processes that a test starts, and kill those that it leaves."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    found = Family(mark)
+    yield found
+    for process in found.processes():
+        process.kill()

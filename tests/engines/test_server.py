@@ -16,7 +16,7 @@ import pytest
 from eagle3.engines.server import Server, free_port, healthy, scratch_folder
 from eagle3.errors import Eagle3Error
 from tests.engines import slow_server
-from tests.engines.conftest import marked
+from tests.engines.conftest import Family
 
 
 def server(folder: Path, manner: str, **options: float) -> Server:
@@ -52,19 +52,21 @@ def wait_for(condition: Callable[[], bool]) -> None:
     ids=lambda value: getattr(value, "name", value),
 )
 def test_nothing_is_left_however_the_job_ends(
-    manner: str, end: signal.Signals | None, children: str, tmp_path: Path, mark: str, gone: Callable[[], None]
+    manner: str, end: signal.Signals | None, children: str, tmp_path: Path, family: Family
 ) -> None:
     job = subprocess.Popen([sys.executable, "-m", "tests.engines.owner", str(tmp_path), manner, children])
     wait_for((tmp_path / "ready").exists)
     if end is not None:
-        assert len(marked(mark)) == 5, "job, supervisor, server, its child in the process group and the one outside"
+        assert len(family.processes()) == 5, (
+            "job, supervisor, server, its child in the process group and the one outside"
+        )
         job.send_signal(end)
     job.wait(60)
-    gone()
+    family.assert_gone()
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_killed_supervisor_takes_the_server_along(tmp_path: Path, mark: str) -> None:
+def test_a_killed_supervisor_takes_the_server_along(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
         assert running.alive
         (child,) = psutil.Process().children()
@@ -75,29 +77,29 @@ def test_a_killed_supervisor_takes_the_server_along(tmp_path: Path, mark: str) -
         assert not running.alive
 
 
-def test_a_crash_while_starting_shows_what_the_server_said(tmp_path: Path, gone: Callable[[], None]) -> None:
+def test_a_crash_while_starting_shows_what_the_server_said(tmp_path: Path, family: Family) -> None:
     with pytest.raises(Eagle3Error, match="RuntimeError: no kernel for this card") as caught, server(tmp_path, "crash"):
         pass
     assert "ended while starting" in caught.value.problem
-    gone()
+    family.assert_gone()
 
 
-def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, gone: Callable[[], None]) -> None:
+def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, family: Family) -> None:
     never = server(tmp_path, "never", startup_timeout=2)
     with pytest.raises(Eagle3Error, match="loading the weights") as caught, never:
         pass
     assert "was not ready after 2 s" in caught.value.problem
     assert "machine.startup_timeout" in str(caught.value)
-    gone()
+    family.assert_gone()
 
 
-def test_a_server_that_ends_in_mid_run_is_noticed(tmp_path: Path, gone: Callable[[], None]) -> None:
+def test_a_server_that_ends_in_mid_run_is_noticed(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
         (child,) = psutil.Process().children()
         child.children()[0].kill()
         wait_for(lambda: not running.alive)
         assert not healthy(running.url)
-    gone()
+    family.assert_gone()
 
 
 def test_the_log_is_kept_over_a_second_start(tmp_path: Path) -> None:

