@@ -7,8 +7,9 @@ needed, and process 0 writes.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,12 +34,13 @@ from eagle3.draft.packing import pack
 from eagle3.draft.rows import Row
 from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.timing import Timing
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.records import RecordLog, write_json
 from eagle3.target import HeadWeights
 
-LOG = ".log.jsonl"
+LOG, TIMING = "log.jsonl", "timing.jsonl"
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Run:
         self.tally = Tally(settings.unroll, device)
         self.streak = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
-        self.log: RecordLog | None = None
+        self.timing = Timing(draft.config, device) if device.type == "cuda" else None
         self.state: dict[str, Any] = {"step": 0, "tokens": 0, "supervised": 0, "best_step": None, "best": 0.0}
 
     def train(self) -> dict[str, Any]:
@@ -106,13 +108,16 @@ class Run:
         self._resume()
         first = self.state["step"]
         stream = self._stream(first)
-        bar = progress(len(self.steps) if self.writes else 0, "draft", "steps")
-        log = RecordLog(self.folder / LOG) if self.writes else nullcontext()
-        with _Terminated() as terminated, bar, log as self.log:
-            bar.update(first)
+        total = sum(sample.context for sample in self.rows.samples) * self.settings.epochs
+        bar = progress(total if self.writes else 0, "draft", "tokens")
+        with _Terminated() as terminated, bar, ExitStack() as stack:
+            names = (LOG, TIMING) if self.timing else (LOG,)
+            self.logs = {name: stack.enter_context(RecordLog(self._scratch(name))) for name in names if self.writes}
+            bar.update(self.state["tokens"])
             for number in range(first, len(self.steps)):
+                before = self.state["tokens"]
                 self._step(number, stream)
-                bar.update(1)
+                bar.update(self.state["tokens"] - before)
                 if self._asked_to_end(terminated):
                     self._save()
                     raise SystemExit(128 + signal.SIGTERM)
@@ -122,7 +127,7 @@ class Run:
         step, settings = self.steps[number], self.settings
         totals = self.rows.counts(step.members).tolist()
         for _ in self._share(step):
-            self._accumulate(next(stream).to(self.device), totals)
+            self._accumulate(self._next(stream), totals)
         rate = learning_rate(settings, number, len(self.steps))
         norm, skipped = self.optimizer.step(rate)
         self.streak = (self.streak + skipped) * skipped
@@ -134,6 +139,8 @@ class Run:
         if self._due(settings.log_every):
             self._check_streak()
             self._log(self._record(step.epoch, rate, float(norm)))
+            if self.timing is not None:
+                self._log(self.timing.read(done), TIMING)
         if self._due(settings.evaluate_every):
             self._log(self._evaluate(step.epoch))
         if self._due(settings.checkpoint_every):
@@ -142,6 +149,14 @@ class Run:
     def _due(self, every: int) -> bool:
         step: int = self.state["step"]
         return step % every == 0 or step == len(self.steps)
+
+    def _next(self, stream: Iterator[Row]) -> Row:
+        asked = time.perf_counter()
+        row = next(stream)
+        if self.timing is not None:
+            self.timing.wait(time.perf_counter() - asked)
+            self.timing.add(row)
+        return row.to(self.device)
 
     def _accumulate(self, row: Row, totals: Sequence[int]) -> None:
         """Add one row's gradients."""
@@ -191,9 +206,9 @@ class Run:
         figures = {name: value for name, value in figures.items() if name != "per_source"}
         return {"kind": "evaluation", "step": step, "epoch": epoch, **figures}
 
-    def _log(self, record: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.log.append(record)
+    def _log(self, record: dict[str, Any], name: str = LOG) -> None:
+        if self.writes:
+            self.logs[name].append(record)
 
     def _save(self) -> None:
         tensors: dict[str, dict[str, Tensor]] = {
@@ -221,13 +236,9 @@ class Run:
             self.streak, self.skipped = counters["streak"], counters["skipped"]
             if self.writes:
                 self.tally.sums = counters["tally"]
-        log = self.folder / LOG
-        if self.writes and log.exists():
-            with RecordLog(log) as old:
-                kept = [record for record in old.records if record["step"] <= self.state["step"]]
-            log.unlink()
-            with RecordLog(log) as new:
-                new.append(*kept)
+        for name in (LOG, TIMING):
+            if self.writes and self._scratch(name).exists():
+                _shorten(self._scratch(name), self.state["step"])
         parallel.barrier()
 
     def _stream(self, first: int) -> Iterator[Row]:
@@ -260,15 +271,28 @@ class Run:
             (self.folder / f".{WEIGHTS}").replace(self.folder / WEIGHTS)
             write_json(self.folder / NAME, self.draft.config.model_dump())
             write_json(self.folder / "metrics.json", {**metrics, **counts})
-            temporary = self.folder / ".log.final"
-            temporary.write_bytes((self.folder / LOG).read_bytes())
-            temporary.replace(self.folder / "log.jsonl")
+            for name in self.logs:
+                temporary = self.folder / f".final-{name}"
+                temporary.write_bytes(self._scratch(name).read_bytes())
+                temporary.replace(self.folder / name)
         return counts
+
+    def _scratch(self, log: str) -> Path:
+        return self.folder / f".{log}"
 
 
 def _figures(found: Evaluation, drafts: int) -> dict[str, Any]:
     expected = expected_acceptance_length(found.metrics["conditional"][:drafts])
     return {**found.metrics, "expected_acceptance_length": expected, **summarise(found.drafted, drafts)}
+
+
+def _shorten(log: Path, step: int) -> None:
+    """Drop the lines after a step."""
+    with RecordLog(log) as old:
+        kept = [record for record in old.records if record["step"] <= step]
+    log.unlink()
+    with RecordLog(log) as new:
+        new.append(*kept)
 
 
 class _Terminated:

@@ -27,6 +27,9 @@ class DraftSettings(Settings):
     """Portable drafts keep this off: SGLang does not know it."""
     start: Literal["target", "random"] = "target"
     """First weights of `fc` and the layer: from the target's last layer, or random (needs far more data)."""
+    warm_start: str | None = None
+    """Folder of an earlier draft, ours or in the format of vLLM and SGLang, whose weights are the first ones. Its
+    draft vocabulary may differ."""
     unroll: int = Field(default=7, ge=1)
     """Steps of training-time test (T)."""
     decay: float = Field(default=0.8, gt=0, le=1)

@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
-from eagle3.draft.model import Draft
+import torch
+from torch import Tensor
+
+from eagle3.draft.model import WEIGHTS, Draft
 from eagle3.draft.settings import DraftSettings
+from eagle3.errors import Eagle3Error
 from eagle3.target import HeadWeights, Target
+
+# In files of other trainers, and not weights of the draft: the target's embedding, the vocabulary map.
+_NOT_WEIGHTS = frozenset({"embed_tokens.weight", "d2t", "t2d"})
+_HEAD = "lm_head.weight"
 
 
 @torch.no_grad()
 def start(draft: Draft, settings: DraftSettings, target: Target, head: HeadWeights) -> None:
-    """Fill a new draft: lm_head from the target's rows of the draft vocabulary, the final norm from the target's."""
+    """Fill a new draft: lm_head from the target's rows of the draft vocabulary, the final norm from the target's.
+
+    Raises:
+        Eagle3Error: the draft to start from has other tensors than this one.
+    """
     generator = torch.Generator().manual_seed(settings.seed)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.02, generator=generator)
     draft.lm_head.weight.copy_(head.lm_head[draft.target_ids])
     draft.norm.weight.copy_(head.norm)
+    if settings.warm_start is not None:
+        take_over(draft, Path(settings.warm_start))
+
+
+@torch.no_grad()
+def take_over(draft: Draft, folder: Path) -> None:
+    """Copy the weights of an earlier draft; of lm_head, the rows of the tokens that both drafts know.
+
+    Raises:
+        Eagle3Error: a tensor is missing, unknown or of another shape; names them all.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        found = {name.replace("midlayer.", "layers.0."): value for name, value in load_file(folder / WEIGHTS).items()}
+    except FileNotFoundError:
+        raise Eagle3Error("there is no draft to start from", where=folder / WEIGHTS) from None
+    ids = torch.arange(len(found[_HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
+    weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
+    expected = dict(draft.named_parameters())
+    _check_shapes(weights, expected, folder)
+    for name, parameter in expected.items():
+        if name != _HEAD:
+            parameter.copy_(weights[name])
+    places = torch.full((draft.config.vocab_size,), -1).index_put_((ids,), torch.arange(len(ids)))[draft.target_ids]
+    known = places >= 0
+    draft.lm_head.weight[known] = weights[_HEAD][places[known]].float()
+
+
+def _check_shapes(found: dict[str, Tensor], expected: dict[str, torch.nn.Parameter], folder: Path) -> None:
+    def size(tensors: dict[str, Tensor] | dict[str, torch.nn.Parameter], name: str) -> object:
+        # Any number of rows will do for lm_head: they are matched by token.
+        shape = list(tensors[name].shape) if name in tensors else "missing"
+        return shape[1:] if name == _HEAD and isinstance(shape, list) else shape
+
+    names = sorted(name for name in found.keys() | expected.keys() if size(found, name) != size(expected, name))
+    if names:
+        raise Eagle3Error(
+            "the draft to start from is not built like this one",
+            where=folder / WEIGHTS,
+            found={name: size(found, name) for name in names},
+            expected={name: size(expected, name) for name in names},
+            remedy="give a draft of the same target and shape, or set draft.warm_start to null",
+        )

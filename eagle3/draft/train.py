@@ -40,7 +40,8 @@ def make(
 ) -> dict[str, Any]:
     """Train a draft and keep the weights with the best simulated acceptance length.
 
-    Writes `model.safetensors` (float32 masters, the engines' tensor names), `draft.json`, `log.jsonl`, `metrics.json`.
+    Writes `model.safetensors` (float32 masters, the engines' tensor names), `draft.json`, `log.jsonl`, `metrics.json`;
+    on GPUs also `timing.jsonl`, which alone differs between equal runs.
     With `machine.gpus` > 1 one process per GPU trains on its share of the rows: the same result up to rounding.
 
     Returns:

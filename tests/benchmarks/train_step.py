@@ -59,8 +59,18 @@ SMALL: dict[str, Any] = {
     "vocab_size": 8192,
     "draft_vocab_size": 2048,
 }
+SMOL: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "draft_vocab_size": 8192,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "small": SMALL,
+    "smollm2": SMOL,
     "llama8b": LLAMA,
     "kimi": KIMI,
     "kimi-mla": KIMI | {"attention": "mla", "latent": LATENT, "head_dim": 192, "intermediate_size": 18432},
@@ -116,7 +126,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="print where the time goes, to stderr")
     options = parser.parse_args()
-    options.tokens = options.tokens or (1024 if options.shape == "small" else 8192)
+    options.tokens = options.tokens or {"small": 1024, "smollm2": 2048}.get(options.shape, 8192)
     return options
 
 

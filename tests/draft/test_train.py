@@ -92,7 +92,7 @@ def test_a_killed_run_continues_bit_for_bit(
     child = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    log = tmp_path / LOG
+    log = tmp_path / f".{LOG}"
     while child.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) >= after):
         time.sleep(0.005)
     os.kill(child.pid, sign)
