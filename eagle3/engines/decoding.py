@@ -66,7 +66,7 @@ def decode(
         for row, token in zip(live, tokens.tolist(), strict=True):
             if not answers[row].finished:
                 answers[row].take([token], stop_ids)
-        if (kept := unfinished(answers, live)) is not None:
+        if (kept := unfinished(answers, live, tokens.device)) is not None:
             if not len(kept):
                 return answers
             live, tokens = [live[index] for index in kept.tolist()], tokens[kept]
@@ -75,10 +75,12 @@ def decode(
         rows.accept(1)
 
 
-def unfinished(answers: Sequence[Answer], live: Sequence[int]) -> torch.Tensor | None:
-    """Return which of the live rows stay, if it is worth dropping the finished ones."""
+def unfinished(answers: Sequence[Answer], live: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Return which of the live rows stay ([B'] int64), if it is worth dropping the finished ones."""
     kept = [index for index, row in enumerate(live) if not answers[row].finished]
-    return torch.tensor(kept, dtype=torch.long) if len(kept) <= _WORTH_DROPPING * len(live) else None
+    if len(kept) > _WORTH_DROPPING * len(live):
+        return None
+    return torch.tensor(kept, dtype=torch.long, device=device)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -49,7 +49,7 @@ def speculate(
         following = following.scatter(1, last[:, None], pending[:, None])
         chain.commit(following, torch.cat(states, -1), torch.zeros_like(last), last)
         while True:
-            if (kept := unfinished(answers, live)) is not None:
+            if (kept := unfinished(answers, live, pending.device)) is not None:
                 if not len(kept):
                     return answers
                 live, pending = [live[index] for index in kept.tolist()], pending[kept]
