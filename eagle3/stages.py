@@ -6,7 +6,7 @@ Stage name, configuration section, results folder, rule file and module carry on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle3.fingerprint import fingerprint
@@ -21,6 +21,8 @@ class Stage:
     """Modules whose import closure makes the artifact."""
     sections: tuple[str, ...]
     """Sections of the configuration that the stage sees, and that its key covers."""
+    engine_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Engine -> modules that count only with it, and that nothing imports by name."""
     machine: bool = False
     """Whether it computes with a model, and so is told about the machine."""
 
@@ -34,12 +36,22 @@ STAGES = {
         Stage("samples", ("eagle3.samples",), ("samples",)),
         Stage("dataset", ("eagle3.dataset",), ("dataset",)),
         Stage("vocabulary", ("eagle3.vocabulary",), ("vocabulary",)),
-        Stage("hidden_states", ("eagle3.hidden_states.capture",), ("hidden_states", "engine"), machine=True),
+        Stage(
+            "hidden_states",
+            ("eagle3.hidden_states.capture",),
+            ("hidden_states", "engine"),
+            engine_modules={"vllm": ("eagle3.hidden_states.vllm_connector",)},
+            machine=True,
+        ),
         Stage("draft", ("eagle3.draft.train",), ("draft",), machine=True),
         Stage("export", ("eagle3.export",), ("export",)),
         Stage("acceptance_simulated", ("eagle3.simulated",), ("acceptance",), machine=True),
         Stage(
-            "acceptance_served", ("eagle3.served", "eagle3.engines.speculation"), ("acceptance", "engine"), machine=True
+            "acceptance_served",
+            ("eagle3.served",),
+            ("acceptance", "engine"),
+            engine_modules={"transformers": ("eagle3.engines.speculation",)},
+            machine=True,
         ),
         Stage("report", ("eagle3.report",), ()),
     )
@@ -59,5 +71,6 @@ def stage_fingerprint(name: str, settings: Mapping[str, Any]) -> str:
     stage = STAGES[name]
     modules = stage.modules
     if "engine" in stage.sections:
-        modules += (f"eagle3.engines.{settings['engine']['name']}",)
+        engine = settings["engine"]["name"]
+        modules += (f"eagle3.engines.{engine}", *stage.engine_modules.get(engine, ()))
     return fingerprint(modules)

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 from eagle3.chat import Chat, UnrenderableError, load_chat
 from eagle3.console import say
-from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, speculation
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, counters
 from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
 from eagle3.engines.completion import body_of, failed, read_message, read_raw
 from eagle3.engines.server import scratch_folder
@@ -144,10 +144,10 @@ class VllmEngine:
         for answer in answers:
             if answer.error is not None:
                 raise Eagle3Error("a prompt was not answered", where=f"request {answer.id}", found=answer.error)
-        figures = {answer.id: speculation.of_answer(answer.raw, k) for answer in answers}
+        figures = {answer.id: counters.of_answer(answer.raw, k) for answer in answers}
         if draft is not None:
-            everything = [*figures.values(), *(speculation.of_answer(answer.raw, k) for answer in warm)]
-            self._check_counters(client, speculation.total(everything, k), k)
+            everything = [*figures.values(), *(counters.of_answer(answer.raw, k) for answer in warm)]
+            self._check_counters(client, counters.total(everything, k), k)
         return Served(
             token_ids={answer.id: answer.token_ids for answer in answers},
             drafts={id: found.steps for id, found in figures.items()},
@@ -271,9 +271,9 @@ class VllmEngine:
         assert self._server is not None
         raise self._server.server.fault(f"vLLM was lost while acceptance was measured ({lost})", "run again")
 
-    def _check_counters(self, client: Client, expected: speculation.Speculation, k: int) -> None:
+    def _check_counters(self, client: Client, expected: counters.Counts, k: int) -> None:
         deadline = time.monotonic() + _COUNTERS_DEADLINE
-        while (found := speculation.of_server(client.fetch_text("/metrics"), k)) != expected:
+        while (found := counters.of_server(client.fetch_text("/metrics"), k)) != expected:
             if time.monotonic() > deadline:
                 raise Eagle3Error(
                     "vLLM's counters disagree with what it counted request by request",

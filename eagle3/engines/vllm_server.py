@@ -128,7 +128,7 @@ class VllmServer:
     def _start(self) -> None:
         port = free_port()
         if self._states is not None:
-            self._states.mkdir(exist_ok=True)
+            self._states.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--model", str(self._target.path), "--served-model-name", MODEL]
         self._server = Server(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3.engines import GenerationRequest, Sampling, open_engine, speculation
+from eagle3.engines import GenerationRequest, Sampling, counters, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.engines.vllm import VllmEngine
 from eagle3.target import Target
@@ -68,4 +68,4 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="target",position="0"} 1.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="1"} 3.0
 """
-    assert speculation.of_server(metrics, 2) == speculation.Speculation(15, (7, 3))
+    assert counters.of_server(metrics, 2) == counters.Counts(15, (7, 3))
