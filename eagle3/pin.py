@@ -140,6 +140,9 @@ def _text_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     for key in ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id"):
         if key in outer:
             config.setdefault(key, outer[key])
+    # Where a nested config and the one around it disagree, whether there is a tensor decides (`head_weights`).
+    if outer.get("tie_word_embeddings", config.get("tie_word_embeddings")) != config.get("tie_word_embeddings"):
+        del config["tie_word_embeddings"]
     if missing := [key for key in _REQUIRED if key not in config]:
         config.update(_defaults(folder, missing, trust_remote_code))
     if foreign := [key for key in _FOREIGN_LOGITS if config.get(key) not in (None, 1, 1.0)]:

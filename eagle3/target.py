@@ -109,7 +109,7 @@ def head_weights(target: Target) -> HeadWeights:
     embedding = _read(files, [prefix + "embed_tokens.weight" for prefix in _MODEL_PREFIXES], (V, H), target.path)
     norm = _read(files, [prefix + "norm.weight" for prefix in _MODEL_PREFIXES], (H,), target.path)
     head_names = [prefix + "lm_head.weight" for prefix in _HEAD_PREFIXES]
-    # Configs that leave the key out belong to models whose class ties by default, or that store a head.
+    # Configs without the key belong to models whose class ties by default, or that store a head.
     tied = target.config.get("tie_word_embeddings", not any(name in files for name in head_names))
     lm_head = embedding if tied else _read(files, head_names, (V, H), target.path)
     return HeadWeights(embedding, norm, lm_head, float(target.config["rms_norm_eps"]))

@@ -104,6 +104,7 @@ class TransformersEngine:
         # By name: generation and capture are no other for an edit of how drafts are served.
         speculation = importlib.import_module("eagle3.engines.speculation")
         model = self._model(torch.float32)
+        self.versions["serving_dtype"] = "float32"
         drafter = None if draft is None else speculation.load_draft(draft, model)
         answers: dict[str, Answer] = {}
         prompts = [self._prompt(request) for request in requests]

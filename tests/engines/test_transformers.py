@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Kimi_K25Config
 
 from eagle3 import pin
 from eagle3.chat import load_chat
@@ -170,6 +170,58 @@ def test_capture_gives_the_states_entering_each_layer(target: Target) -> None:
         assert deviation(norm(capture.states[:, -1]), output.hidden_states[-1][0]) < 1e-5
         logits = model.lm_head(norm(capture.states[-1, -1]))
         assert capture.next_token == int(logits.argmax()) == int(output.logits[0, -1].argmax())
+
+
+def make_kimi(folder: Path) -> None:
+    """A model of Kimi-K2.5's type: a vision tower beside a nested text model with latent attention and experts."""
+    torch.manual_seed(0)
+    tokenizer = targets.make_tokenizer()
+    text = {
+        "model_type": "deepseek_v3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": tokenizer.eos_token_id,
+        "initializer_range": 0.1,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Kimi_K25Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_nested_multimodal_target_is_pinned_captured_and_served(tmp_path: Path) -> None:
+    """Head weights found under `language_model.` agree with the engine's own next token; a draft changes nothing."""
+    make_kimi(tmp_path / "kimi")
+    (tmp_path / "pinned").mkdir()
+    pin.make(TargetSettings(model=str(tmp_path / "kimi")), folder=tmp_path / "pinned")
+    kimi = load_target(tmp_path / "pinned" / pin.PIN)
+    head = head_weights(kimi)
+    assert not torch.equal(head.lm_head, head.embedding)
+    opened = engine(kimi)
+    prompts = [load_chat(kimi).render(request.messages) for request in requests()]
+    for capture in opened.capture(prompts, [2, 8]):
+        state = capture.states[-1, -1]
+        normed = state * torch.rsqrt(state.square().mean() + head.rms_norm_eps) * head.norm
+        assert int((head.lm_head.float() @ normed).argmax()) == capture.next_token
+    draft = exported(new_draft(kimi, 120, kimi.aux_layer_ids, attention="mla"), kimi, tmp_path)
+    plain = opened.serve(requests(), Sampling(12), None, 3)
+    assert opened.serve(requests(), Sampling(12), draft, 3).token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("settings", [{}, {"norm_output": True, "fc_norm": True}], ids=["plain", "normed"])
