@@ -22,7 +22,9 @@ class Tally:
     COUNT, LOSS, CORRECT, CHAINS, UNBROKEN = range(5)
 
     def __init__(self, unroll: int, device: torch.device) -> None:
-        self.sums = torch.zeros(5, unroll, dtype=torch.float64, device=device)
+        # Apple's GPUs have no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sums = torch.zeros(5, unroll, dtype=dtype, device=device)
 
     def add(self, row: Row, outcome: Outcome) -> None:
         """Count every (step, root) pair of a row."""
@@ -34,7 +36,7 @@ class Tally:
             unbroken = before & correct
             column = [loss.sum(), correct.sum(), before.sum(), unbroken.sum()]
             self.sums[self.COUNT, t] += len(correct)
-            self.sums[self.LOSS :, t] += torch.stack([value.double() for value in column])
+            self.sums[self.LOSS :, t] += torch.stack([value.to(self.sums.dtype) for value in column])
 
     def reduce(self) -> Tally:
         """Add up the sums of all ranks, on every rank."""

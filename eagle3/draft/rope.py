@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +29,26 @@ def rotary(config: DraftConfig, device: torch.device) -> Rotary:
     Scaled types (linear, llama3, yarn) come from transformers' own functions.
     """
     dim = config.latent.qk_rope_head_dim if config.latent else config.head_dim
-    interleaved = config.latent is not None
-    parameters = config.rope_parameters
-    if parameters["rope_type"] == "default":
+    parameters = tuple(sorted(config.rope_parameters.items()))
+    frequencies, scale = _frequencies(dim, config.max_position_embeddings, parameters, device)
+    return Rotary(frequencies, scale, interleaved=config.latent is not None)
+
+
+@functools.cache
+def _frequencies(
+    dim: int, max_positions: int, parameters: tuple[tuple[str, Any], ...], device: torch.device
+) -> tuple[Tensor, float]:
+    values = dict(parameters)
+    if values["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-        return Rotary(parameters["rope_theta"] ** -exponents, 1.0, interleaved)
+        return values["rope_theta"] ** -exponents, 1.0
 
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    carrier = LlamaConfig(
-        head_dim=dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(parameters),
-    )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](carrier, device)
-    return Rotary(frequencies.float(), float(scale), interleaved)
+    carrier = LlamaConfig(head_dim=dim, max_position_embeddings=max_positions, rope_parameters=values)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[values["rope_type"]](carrier, device)
+    return frequencies.float(), float(scale)
 
 
 def softmax_scale(config: DraftConfig) -> float:
