@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eagle3.stages import STAGES
+
 ROOT = Path(__file__).parents[2]
 PLACES = ("river", "hill", "garden", "bridge", "market", "island", "forest", "harbour")
 
@@ -28,12 +30,12 @@ class Run:
     @property
     def computed(self) -> set[str]:
         """Folders under results/demo/ whose artifact was computed."""
-        return set(re.findall(r"^\w+: results/demo/(\S+)$", self.text, re.MULTILINE))
+        return set(re.findall(rf"(?:{'|'.join(STAGES)}): results/demo/(\S+)$", self.text, re.MULTILINE))
 
     @property
     def adopted(self) -> set[str]:
         """Folders under results/demo/ whose artifact came from the store."""
-        return set(re.findall(r"^results/demo/(\S+): adopted from the store", self.text, re.MULTILINE))
+        return set(re.findall(r"results/demo/(\S+): adopted from the store", self.text, re.MULTILINE))
 
     @property
     def idle(self) -> bool:
