@@ -55,8 +55,7 @@ def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:
         "drafts": drafts,
         **_figures(entries, drafts),
         "per_source": {
-            source: _figures([entry for entry in entries if entry.source == source], drafts)
-            for source in sources
+            source: _figures([entry for entry in entries if entry.source == source], drafts) for source in sources
         },
     }
 
@@ -71,7 +70,6 @@ def _figures(entries: Sequence[Drafted], drafts: int) -> dict[str, Any]:
         "accepted": accepted,
         "acceptance_length": 1 + sum(accepted) / steps if steps else None,
         "per_position": [
-            accepted[position] / reached[position] if reached[position] else None
-            for position in range(drafts)
+            accepted[position] / reached[position] if reached[position] else None for position in range(drafts)
         ],
     }

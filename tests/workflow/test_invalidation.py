@@ -6,7 +6,7 @@ import os
 import shutil
 
 import pytest
-from conftest import Project, write_prompts
+from tests.workflow.conftest import Project, write_prompts
 
 from eagle3.manifest import read
 
