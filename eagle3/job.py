@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from eagle3 import config as configuration
 from eagle3 import console
+from eagle3.config import Config, load
 from eagle3.errors import Eagle3Error
 from eagle3.gpus import claim
 from eagle3.manifest import Manifest
@@ -68,22 +68,26 @@ class Job:
         """Return the settings that the stage sees, from the recipe or the configuration files."""
         recipe = self._recipe
         if recipe is None:
-            if not self._config:
-                raise Eagle3Error("no settings were given", remedy="add --config FILE before the command")
-            recipe = Workflow(configuration.load(self._config).model_dump(mode="json")).recipe(stage)
+            recipe = Workflow(self.configuration().model_dump(mode="json")).recipe(stage)
         settings: dict[str, Any] = orjson.loads(recipe)["settings"]
         return settings
+
+    def configuration(self) -> Config:
+        """Return the whole configuration, from the files that were given."""
+        if not self._config:
+            raise Eagle3Error("no settings were given", remedy="add --config FILE before the command")
+        return load(self._config)
 
     def _machine_settings(self) -> dict[str, Any]:
         if self._machine is not None:
             machine: dict[str, Any] = orjson.loads(self._machine)
             return machine
-        return configuration.load(self._config).machine.model_dump() if self._config else {}
+        return load(self._config).machine.model_dump() if self._config else {}
 
     @staticmethod
     def _typed(values: Mapping[str, Any], sections: Sequence[str]) -> list[Any]:
         """Return the sections as settings objects."""
-        fields = configuration.Config.model_fields
+        fields = Config.model_fields
         return [fields[section].annotation.model_validate(values[section]) for section in sections]  # type: ignore[union-attr]
 
 

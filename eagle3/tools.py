@@ -84,6 +84,22 @@ def show(
 
 
 @app.command(rich_help_panel=TOOLS)
+def tune_concurrency(
+    context: typer.Context,
+    target: Annotated[Path, typer.Option(help="target.json of the pinned target.")],
+    prompts: Annotated[Path, typer.Option(help="A part of the prompts; its first ones are asked.")],
+    count: Annotated[int, typer.Option(help="How many prompts.")] = 16,
+) -> None:
+    """Find the number of requests in flight that a server answers fastest (needs --config before the command)."""
+    from eagle3.engines.tuning import tune
+
+    job: Job = context.obj
+    rows, best = tune(job.configuration(), target, prompts, count)
+    console.table("answers by requests in flight", [tuple(row.values()) for row in rows], tuple(rows[0]))
+    console.say(f"set `machine.concurrency: {best}`")
+
+
+@app.command(rich_help_panel=TOOLS)
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="Hidden-state shards, or folders that hold them.")],
     target: Annotated[

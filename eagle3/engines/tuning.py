@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3.console import progress
-from eagle3.engines import GenerationRequest, Sampling, open_engine
+from eagle3.engines import GenerationRequest, Message, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.target import Target
+from eagle3.records import read_records
+from eagle3.target import Target, load_target
+
+if TYPE_CHECKING:
+    from eagle3.config import Config
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 # Each level is asked so many requests per one in flight, for a plateau between the ramp and the tail.
@@ -107,3 +111,21 @@ def _has_levelled_off(tried: Sequence[Level]) -> bool:
         return False
     best = max(level.tokens_per_second for level in tried[:-2])
     return all(level.tokens_per_second < _GAIN * best for level in tried[-2:])
+
+
+def tune(config: Config, pin: Path, prompts: Path, count: int) -> tuple[list[dict[str, Any]], int]:
+    """Tune with the first turns of the first `count` prompts of a part, and the sampling of the configuration."""
+    settings = config.responses
+    requests = [
+        GenerationRequest(
+            prompt["id"], _first_turn(prompt["messages"]), 0, prompt.get("tools"), settings.template_kwargs
+        )
+        for prompt in islice(read_records(prompts), count)
+    ]
+    sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
+    return tune_concurrency(config.engine, config.machine, load_target(pin), requests, sampling)
+
+
+def _first_turn(messages: Sequence[Message]) -> list[Message]:
+    end = next(number for number, message in enumerate(messages, start=1) if message["role"] == "user")
+    return list(messages[:end])

@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-from tests.workflow.conftest import Project, write_prompts
 
 from eagle3.manifest import read
+from tests.workflow.conftest import Project, write_prompts
 
 pytestmark = pytest.mark.slow
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from tests.workflow.conftest import Project, new_project
 
 pytestmark = pytest.mark.slow
