@@ -32,9 +32,10 @@ def start(draft: Draft, settings: DraftSettings, target: Target, head: HeadWeigh
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.02, generator=generator)
-    H = draft.config.hidden_size
-    draft.fc.weight.zero_()
-    draft.fc.weight[:, -H:] = torch.eye(H)
+    if settings.start == "target":
+        H = draft.config.hidden_size
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, -H:] = torch.eye(H)
     draft.lm_head.weight.copy_(head.lm_head[draft.target_ids])
     draft.norm.weight.copy_(head.norm)
     if settings.warm_start is not None:

@@ -8,9 +8,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3.draft.start import take_over
+from eagle3.draft.settings import DraftSettings
+from eagle3.draft.start import start, take_over
 from eagle3.errors import Eagle3Error
-from tests.draft.conftest import H, V, random_draft, tiny_config
+from eagle3.target import Target
+from tests.draft.conftest import H, V, random_draft, random_head, tiny_config
+
+
+def test_the_draft_starts_as_a_reading_of_the_last_auxiliary_state_unless_told_otherwise() -> None:
+    generator = torch.Generator().manual_seed(1)
+    head, target = random_head(generator), Target(Path(), "", {}, trust_remote_code=False)
+    aux = torch.randn(5, 3 * H, generator=generator)
+    for settings, reads in ((DraftSettings(), True), (DraftSettings(start="random"), False)):
+        draft = random_draft(tiny_config(), generator)
+        start(draft, settings, target, head)
+        assert torch.equal(draft.fc(aux), aux[:, -H:]) == reads
+        assert torch.equal(draft.lm_head.weight, head.lm_head[draft.target_ids])
+        assert torch.equal(draft.norm.weight, head.norm)
 
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "midlayer."])
