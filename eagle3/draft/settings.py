@@ -26,8 +26,8 @@ class DraftSettings(Settings):
     norm_before_residual: bool = False
     """Portable drafts keep this off: SGLang does not know it."""
     start: Literal["target", "random"] = "target"
-    """First weights of `fc`: `target` passes on the last auxiliary state, `random` mixes all of them at random. lm_head and
-    final norm are the target's in both cases."""
+    """First weights of `fc`: `target` passes on the last auxiliary state, `random` mixes all of them at random. lm_head
+    and final norm are the target's in both cases."""
     warm_start: str | None = None
     """Folder of an earlier draft, ours or in the format of vLLM and SGLang, whose weights are the first ones. Its
     draft vocabulary may differ."""
