@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflow.conftest import Project, Run, new_project
+from tests.workflow.conftest import ROOT, Project, Run, new_project
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +74,14 @@ def test_the_report_holds_every_figure(finished: Project, tmp_path: Path) -> Non
     text = target.read_text()
     for figure in ("training.svg", "acceptance_positions.svg", "coverage.svg", "rejects.svg", "summary.html"):
         assert figure in text
+
+
+def test_the_readme_draws_the_real_graph(finished: Project) -> None:
+    graph = finished.snakemake("--rulegraph", "mermaid-js").text
+    names = {key: name.removesuffix("_part") for key, name in re.findall(r"(id\d+)\[(\w+)\]", graph)}
+    edges = {(names[a], names[b]) for a, b in re.findall(r"(id\d+) --> (id\d+)", graph)}
+    drawn = set(re.findall(r"^    (\w+) --> (\w+)$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert drawn == {(a, b) for a, b in edges if a != "target" and b not in ("all", "report")}
 
 
 @pytest.mark.parametrize("stage", ["responses", "samples", "hidden_states", "draft", "acceptance"])
