@@ -128,6 +128,6 @@ def _keys(parents: Sequence[str]) -> list[str]:
         if parent.isdigit():
             continue
         annotation = model.model_fields[parent].annotation
-        arguments = getattr(annotation, "__args__", ())
+        arguments: tuple[Any, ...] = getattr(annotation, "__args__", ())
         model = annotation if hasattr(annotation, "model_fields") else arguments[0]
     return sorted(model.model_fields)
