@@ -50,8 +50,8 @@ class GenerationRequest:
 class Generation:
     """What the engine produced for one request, token-exact.
 
-    `message` is the assistant message as history wants it (content, reasoning, tool_calls). `error` is set when the
-    request failed for good; then the ids are empty.
+    `message` is the assistant message as history wants it (content, reasoning, tool_calls). `error`
+    ("code: detail") is set when the request failed for good; then the ids are empty.
     """
 
     id: str
@@ -61,6 +61,18 @@ class Generation:
     message: Message
     raw: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+
+
+def failed(request: GenerationRequest, code: str, detail: str) -> Generation:
+    """Return the record of a request that failed for good."""
+    return Generation(
+        id=request.id,
+        prompt_ids=[],
+        token_ids=[],
+        finish_reason="error",
+        message={"role": "assistant", "content": ""},
+        error=f"{code}: {detail}",
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3.engines import Generation, GenerationRequest, Message, Sampling
+from eagle3.engines import GenerationRequest, Message, Sampling
 
 
 def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[str, Any]:
@@ -57,18 +57,6 @@ def read_raw(answer: dict[str, Any]) -> dict[str, Any]:
     raw["choices"] = [{k: v for k, v in choice.items() if k not in _DROPPED} for choice in answer["choices"]]
     kept: dict[str, Any] = _without_nulls(raw)
     return kept
-
-
-def failed(request: GenerationRequest, code: str, detail: str) -> Generation:
-    """Return the record of a request that failed for good."""
-    return Generation(
-        id=request.id,
-        prompt_ids=[],
-        token_ids=[],
-        finish_reason="error",
-        message={"role": "assistant", "content": ""},
-        error=f"{code}: {detail}",
-    )
 
 
 def _without_nulls(value: Any) -> Any:

@@ -10,9 +10,9 @@ from types import TracebackType
 from openai import AsyncOpenAI
 
 from eagle3.chat import UnrenderableError, load_chat
-from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
-from eagle3.engines.completion import body_of, failed, read_message, read_raw
+from eagle3.engines.completion import body_of, read_message, read_raw
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.rebuild import RebuildError, rebuild

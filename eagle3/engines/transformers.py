@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from eagle3.chat import UnrenderableError, load_chat
-from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.decoding import Answer, decode
 from eagle3.engines.dtype import compute_dtype
 from eagle3.engines.rows import ATTENTION, grouped_attention, padded, tapped
@@ -72,7 +72,7 @@ class TransformersEngine:
                 try:
                     prompts[request.id] = self._prompt(request)
                 except UnrenderableError as error:
-                    yield _failed(request, error)
+                    yield failed(request, error.code, error.detail)
             accepted = [request for request in batch if request.id in prompts]
             if accepted:
                 rows = [prompts[request.id] for request in accepted]
@@ -211,14 +211,3 @@ def _device(name: str) -> torch.device:
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _failed(request: GenerationRequest, error: UnrenderableError) -> Generation:
-    return Generation(
-        id=request.id,
-        prompt_ids=[],
-        token_ids=[],
-        finish_reason="error",
-        message={"role": "assistant", "content": ""},
-        error=f"{error.code}: {error.detail}",
-    )

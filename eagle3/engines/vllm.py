@@ -19,9 +19,9 @@ from openai import AsyncOpenAI
 
 from eagle3.chat import Chat, UnrenderableError, load_chat
 from eagle3.console import say
-from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, counters
+from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, counters, failed
 from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
-from eagle3.engines.completion import body_of, failed, read_message, read_raw
+from eagle3.engines.completion import body_of, read_message, read_raw
 from eagle3.engines.server import scratch_folder
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.engines.vllm_server import MODEL, VllmServer, arguments, capture_flags, draft_flags, installed_version
