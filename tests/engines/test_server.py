@@ -69,7 +69,7 @@ def test_nothing_is_left_however_the_job_ends(
 def test_a_killed_supervisor_takes_the_server_along(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
         assert running.alive
-        (child,) = psutil.Process().children()
+        (child,) = family.named("eagle3.engines.supervisor")
         (front,) = child.children()
         child.kill()
         psutil.wait_procs([front], timeout=30)
@@ -95,7 +95,7 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, family: Family) -
 
 def test_a_server_that_ends_in_mid_run_is_noticed(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
-        (child,) = psutil.Process().children()
+        (child,) = family.named("eagle3.engines.supervisor")
         child.children()[0].kill()
         wait_for(lambda: not running.alive)
         assert not healthy(running.url)
