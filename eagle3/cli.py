@@ -156,7 +156,7 @@ def export(
     draft: Annotated[Path, typer.Option(help="model.safetensors of the trained draft.")],
 ) -> None:
     """Write the draft in the formats that vLLM and SGLang load, and check that it loads."""
-    context.obj.produce("export", output, {"target": target, "draft": draft})
+    context.obj.produce("export", output, {"target": target, "draft": draft}, beside=[draft.with_name("draft.json")])
 
 
 @app.command(rich_help_panel=STAGES)
@@ -170,7 +170,8 @@ def acceptance_simulated(
 ) -> None:
     """Replay serving over held-out responses: acceptance length without an engine."""
     inputs = {"target": target, "evaluation": evaluation, "draft": draft}
-    context.obj.produce("acceptance_simulated", output, {**inputs, "hidden_states": hidden_states})
+    beside = [draft.with_name("draft.json")]
+    context.obj.produce("acceptance_simulated", output, {**inputs, "hidden_states": hidden_states}, beside=beside)
 
 
 @app.command(rich_help_panel=STAGES)
@@ -182,7 +183,8 @@ def acceptance_served(
     export: Annotated[Path, typer.Option(help="config.json of the exported draft (plain format).")],
 ) -> None:
     """Serve held-out prompts with and without the draft, in the configured engine."""
-    context.obj.produce("acceptance_served", output, {"target": target, "evaluation": evaluation, "export": export})
+    inputs = {"target": target, "evaluation": evaluation, "export": export}
+    context.obj.produce("acceptance_served", output, inputs, beside=[export.with_name("model.safetensors")])
 
 
 @app.command(rich_help_panel=STAGES)

@@ -38,8 +38,17 @@ class Job:
         output: Path,
         inputs: Mapping[str, Path | Sequence[Path]],
         sources: Sequence[Path] = (),
+        beside: Sequence[Path] = (),
     ) -> None:
-        """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if need be."""
+        """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if need be.
+
+        Args:
+            stage: the stage's name.
+            output: the manifest to write.
+            inputs: files of other artifacts by role: the arguments of the stage's `make`.
+            sources: files from outside the workflow.
+            beside: files that are read with an input because they lie beside it; they count for the key as well.
+        """
         settings = self.settings(stage)
         sections = self._typed(settings, STAGES[stage].sections)
         if STAGES[stage].machine:
@@ -56,7 +65,7 @@ class Job:
             stage,
             fingerprint=stage_fingerprint(stage, settings),
             settings=settings,
-            inputs=by_role(inputs),
+            inputs=by_role({**inputs, "beside": beside}),
             sources=sources,
             output=output.parent,
             make=make,

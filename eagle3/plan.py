@@ -123,8 +123,10 @@ def _parse(words: list[str]) -> Command:
             output: Path,
             inputs: Mapping[str, Path | Sequence[Path]],
             sources: Sequence[Path] = (),
+            beside: Sequence[Path] = (),
         ) -> None:
-            noted.append(Command(stage, self.settings(stage), by_role(inputs), sources, output.parent))
+            files = by_role({**inputs, "beside": beside})
+            noted.append(Command(stage, self.settings(stage), files, sources, output.parent))
 
     app(words, obj=Note, standalone_mode=False)
     return noted[0]

@@ -33,6 +33,8 @@ Make = Callable[[Path], Mapping[str, Any]]
 
 # Artifacts whose own format has a checksum on every frame; re-hashing terabytes before training costs hours.
 SELF_CHECKED = frozenset({"hidden_states"})
+# Artifacts of which one file is named and the others are read with it: the pin and the model, config and weights.
+READ_WHOLE = frozenset({"target", "draft", "export"})
 # Files in a work folder with this prefix are the stage's own notes for resuming; they do not enter the store.
 SCRATCH = "."
 
@@ -190,6 +192,10 @@ def _identify(file: Path) -> str:
     """Return the sha256 of an input file after comparing the file with its manifest."""
     found, entry = manifests.entry_of(file)
     check(file, entry, found)
+    if found.stage in READ_WHOLE:
+        folder = manifests.folder_of(file)
+        for name, other in found.files.items():
+            check(folder / name, other, found)
     return entry.sha256
 
 

@@ -102,7 +102,7 @@ def test_a_failed_rebuild_keeps_the_earlier_generation(project: Project) -> None
     before = project.artifacts()
     good = project.path / "prompts/code.jsonl"
     lines = good.read_text()
-    good.write_bytes(lines.encode() + b'{"messages": "\xff\xfe"}\n')
+    good.write_bytes(b'{"messages": "\xff\xfe"}\n')
     run = project.snakemake(ok=False)
     assert run.code == 1
     assert "prompts/code.jsonl" in run.text
