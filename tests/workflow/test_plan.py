@@ -92,5 +92,5 @@ def test_people_can_name_a_stage(finished: Project, stage: str) -> None:
 def test_a_thousand_shards_are_planned(tmp_path: Path, tiny_target: Path) -> None:
     project = new_project(tmp_path / "project", tiny_target)
     project.set(prompts={"parts": 10}, hidden_states={"shards": 100})
-    run = project.snakemake("-n", "--quiet", "progress")
+    run = project.snakemake("-n")
     assert re.search(r"hidden_states_part\s+10\b", run.text)

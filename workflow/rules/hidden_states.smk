@@ -36,4 +36,4 @@ rule hidden_states_part:
 rule hidden_states:
     """Capture the hidden states of all parts."""
     input:
-        expand("<results>/hidden_states/part-{part}/manifest.json", part=PARTS),
+        expand(rules.hidden_states_part.output, part=PARTS),

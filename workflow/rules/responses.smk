@@ -35,4 +35,4 @@ rule responses_part:
 rule responses:
     """Make the responses of all parts."""
     input:
-        expand("<results>/responses/part-{part}/manifest.json", part=PARTS),
+        expand(rules.responses_part.output, part=PARTS),

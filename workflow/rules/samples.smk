@@ -29,4 +29,4 @@ rule samples_part:
 rule samples:
     """Make the samples of all parts."""
     input:
-        expand("<results>/samples/part-{part}/manifest.json", part=PARTS),
+        expand(rules.samples_part.output, part=PARTS),
