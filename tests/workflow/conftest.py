@@ -97,7 +97,7 @@ class Project:
         path = self.path / "config/config.yaml"
         values = yaml.safe_load(path.read_text())
         for section, value in sections.items():
-            values[section] = values[section] | value if isinstance(value, dict) else value
+            values[section] = values.get(section, {}) | value if isinstance(value, dict) else value
         path.write_text(yaml.safe_dump(values))
 
     def artifacts(self) -> dict[str, bytes]:
