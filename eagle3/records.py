@@ -122,6 +122,15 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 class RecordLog:
     """Append-only JSON lines for work in progress: what was appended survives a SIGKILL.
 

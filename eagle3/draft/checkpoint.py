@@ -7,7 +7,6 @@ in the data and the state of every generator.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
-from eagle3.records import read_json, write_json
+from eagle3.records import read_json, sync, write_json
 
 FOLDER = ".checkpoints"
 KEPT = 2
@@ -96,11 +95,11 @@ class Checkpoints:
             save_file({key: tensor.contiguous() for key, tensor in group.items()}, temporary / f"{name}.safetensors")
         write_json(temporary / "state.json", state)
         for file in temporary.iterdir():
-            _sync(file)
+            sync(file)
         # Only best weights that no checkpoint names yet can stand there, left by a killed run.
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -108,11 +107,3 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
 
     tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
     return tensors, read_json(path / "state.json")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

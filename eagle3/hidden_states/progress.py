@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from eagle3.hidden_states.entry import Entry, Recipe, decode_frames
 from eagle3.hidden_states.scratch import FOLDER, Log, log_path, read_recipe, write_recipe
 from eagle3.hidden_states.shard import Shard, write_shard
 from eagle3.hidden_states.teacher import GROUP, teacher_tokens
+from eagle3.records import sync
 
 if TYPE_CHECKING:
     from eagle3.target import HeadWeights
@@ -111,7 +111,7 @@ class Progress:
                 temporary.unlink(missing_ok=True)
                 raise
             temporary.replace(shard_path(self._folder, number))
-            _sync_folder(self._folder)
+            sync(self._folder)
             log.remove()
             self.finished[number] = found
         self.logs = {}
@@ -185,12 +185,3 @@ def last_row(entry: Entry, recipe: Recipe) -> codec.Bits:
     decode_frames(entry, recipe, frames - 1, frames, [target])
     row: codec.Bits = target[-1]
     return row
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
