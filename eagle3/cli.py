@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from eagle3 import console
+from eagle3.artifacts.job import Job
 from eagle3.errors import Eagle3Error
-from eagle3.job import Job
 from eagle3.tools import app as tools
 
 app = typer.Typer(

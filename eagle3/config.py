@@ -1,6 +1,6 @@
 """The whole configuration: one section per stage, checked before anything runs.
 
-No stage imports this module; each sees only its own sections (`eagle3.stages`).
+No stage imports this module; each sees only its own sections (`eagle3.artifacts.stages`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from pydantic import Field
 
 from eagle3.console import progress
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import fraction_of, hash_of
-from eagle3.records import Record, RecordWriter, read_records, write_json
+from eagle3.files.hashing import fraction_of, hash_of
+from eagle3.files.records import Record, RecordWriter, read_records, write_json
+from eagle3.files.spool import Spool
 from eagle3.settings import Settings
-from eagle3.spool import Spool
 
 
 class DatasetSettings(Settings):

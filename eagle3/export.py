@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.errors import Eagle3Error
-from eagle3.records import write_json
+from eagle3.files.records import write_json
 from eagle3.settings import Settings
 from eagle3.target import Target, head_weights, load_target
 
 if TYPE_CHECKING:
     import torch
 
+    from eagle3.acceptance.reference_draft import ReferenceDraft
     from eagle3.draft.config import DraftConfig
     from eagle3.draft.model import Draft
-    from eagle3.reference_draft import ReferenceDraft
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Drafts per step that the speculators format suggests to the server; a flag of the server overrides it.
@@ -205,7 +205,7 @@ def _check(trained: Draft, target: Target, plain: Path) -> float:
     """Load the export and compare a chain of drafts with the training forward; return the largest relative error."""
     import torch
 
-    from eagle3.reference_draft import load_reference_draft
+    from eagle3.acceptance.reference_draft import load_reference_draft
 
     embedding = head_weights(target).embedding
     exported = load_reference_draft(plain, embedding)

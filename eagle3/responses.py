@@ -21,8 +21,8 @@ from eagle3.chat import UnrenderableError, load_chat
 from eagle3.console import progress, say
 from eagle3.engines import Engine, Generation, GenerationRequest, Message, Sampling, open_engine
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import hash_of, range_of
-from eagle3.records import Record, RecordLog, read_records, write_records
+from eagle3.files.hashing import hash_of, range_of
+from eagle3.files.records import Record, RecordLog, read_records, write_records
 from eagle3.settings import Settings
 from eagle3.target import Target, load_target
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from eagle3.chat import Chat, load_chat
 from eagle3.console import progress
-from eagle3.records import Record, RecordWriter, read_records, write_json
+from eagle3.files.records import Record, RecordWriter, read_records, write_json
 from eagle3.settings import Settings
 from eagle3.target import load_target
 

@@ -11,7 +11,7 @@ from rich.pretty import pprint
 from rich.text import Text
 
 from eagle3.errors import Eagle3Error
-from eagle3.records import Record, read_records
+from eagle3.files.records import Record, read_records
 from eagle3.target import load_target
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eagle3 import console
-from eagle3.job import Job
+from eagle3.artifacts.job import Job
 
 app = typer.Typer()
 TOOLS = "Tools"
@@ -20,7 +20,7 @@ def plan(context: typer.Context) -> None:
 
     Extra arguments go to Snakemake: `eagle3 plan --configfile config/kimi-k2.5.yaml`.
     """
-    from eagle3.plan import make_plan
+    from eagle3.artifacts.plan import make_plan
 
     job: Job = context.obj
     plan = make_plan(job.store, context.args)
@@ -50,7 +50,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Delete what is listed.")] = False,
 ) -> None:
     """List what the store holds and no run refers to; delete it only with --yes."""
-    from eagle3.gc import free, unused
+    from eagle3.artifacts.gc import free, unused
 
     job: Job = context.obj
     rows = unused(job.store)

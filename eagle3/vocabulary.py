@@ -19,10 +19,10 @@ from pydantic import Field, model_validator
 from eagle3.chat import Chat, load_chat
 from eagle3.console import progress
 from eagle3.errors import Eagle3Error
-from eagle3.records import read_records, write_json
+from eagle3.files.records import read_records, write_json
+from eagle3.files.tensors import write_tensors
 from eagle3.settings import Settings
 from eagle3.target import load_target
-from eagle3.tensors import write_tensors
 
 Ids = NDArray[np.int64]
 

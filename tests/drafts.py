@@ -13,9 +13,9 @@ from eagle3.draft.config import NAME, draft_config
 from eagle3.draft.model import WEIGHTS, Draft
 from eagle3.draft.settings import DraftSettings
 from eagle3.export import ExportSettings
-from eagle3.pin import PIN, make
-from eagle3.records import write_json
+from eagle3.files.records import write_json
 from eagle3.target import Target, TargetSettings, head_weights
+from eagle3.target.pin import PIN, make
 
 
 def pinned(target: Target, folder: Path) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from eagle3.artifacts.stages import STAGES, stage_settings
 from eagle3.config import load, resolve
 from eagle3.errors import Eagle3Error
-from eagle3.stages import STAGES, stage_settings
 
 ROOT = Path(__file__).parent.parent
 MINIMAL: dict[str, Any] = {"run": "r", "prompts": {"sources": [{"path": "a.jsonl"}]}}

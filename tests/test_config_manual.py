@@ -12,9 +12,9 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from eagle3.artifacts.stages import STAGES
 from eagle3.config import Config
 from eagle3.settings import Settings
-from eagle3.stages import STAGES
 
 MANUAL = (Path(__file__).parents[1] / "config" / "README.md").read_text(encoding="utf-8")
 

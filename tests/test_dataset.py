@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from eagle3 import dataset
 from eagle3.dataset import DatasetSettings
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import hash_of
-from eagle3.records import Record, read_json, read_records, write_records
+from eagle3.files.hashing import hash_of
+from eagle3.files.records import Record, read_json, read_records, write_records
 
 
 def samples_of(source: str, conversations: int, turns: int = 2) -> list[Record]:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3 import export
+from eagle3.acceptance.reference_draft import load_reference_draft
 from eagle3.errors import Eagle3Error
 from eagle3.export import ExportSettings, plain_config, sglang_layer_ids
-from eagle3.records import read_json, write_json
-from eagle3.reference_draft import load_reference_draft
+from eagle3.files.records import read_json, write_json
 from eagle3.target import Target, head_weights
 from tests.drafts import exported, new_draft, pinned, save_draft
 from tests.engines import targets

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.fingerprint import closure, fingerprint
-from eagle3.stages import STAGES
+from eagle3.artifacts.fingerprint import closure, fingerprint
+from eagle3.artifacts.stages import STAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,7 +132,7 @@ def test_python_releases_agree(version: str) -> None:
     python = find_python(version)
     code = (
         "import importlib.util, pathlib, sys\n"
-        "spec = importlib.util.spec_from_file_location('f', 'eagle3/fingerprint.py')\n"
+        "spec = importlib.util.spec_from_file_location('f', 'eagle3/artifacts/fingerprint.py')\n"
         "f = importlib.util.module_from_spec(spec); sys.modules['f'] = f; spec.loader.exec_module(f)\n"
         "names = sorted('.'.join(p.with_suffix('').parts) for p in pathlib.Path('eagle3').rglob('*.py'))\n"
         "print(f.fingerprint(n.removesuffix('.__init__') for n in names))\n"
@@ -154,4 +154,10 @@ def test_a_stage_sees_its_own_code_and_no_other_stage(stage: str) -> None:
         module for name, other in STAGES.items() if name != stage and name not in allowed for module in other.modules
     } - set(STAGES[stage].modules)
     assert not covered & others
-    assert not covered & {"eagle3.config", "eagle3.cli", "eagle3.store", "eagle3.job", "eagle3.workflow"}
+    assert not covered & {
+        "eagle3.config",
+        "eagle3.cli",
+        "eagle3.artifacts.store",
+        "eagle3.artifacts.job",
+        "eagle3.artifacts.workflow",
+    }

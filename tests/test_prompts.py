@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from eagle3 import prompts
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import Record, read_json, read_records
 from eagle3.prompts import PromptsSettings
-from eagle3.records import Record, read_json, read_records
-from eagle3.sources import find_files
+from eagle3.prompts.sources import find_files
 
 
 def lines(*rows: object) -> bytes:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.errors import Eagle3Error
-from eagle3.records import RecordLog, read_json, read_records, write_json, write_records
+from eagle3.files.records import RecordLog, read_json, read_records, write_json, write_records
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(st.characters(codec="utf-8"), max_size=20),
@@ -72,7 +72,7 @@ def test_json_does_not_depend_on_the_order_of_keys(tmp_path: Path) -> None:
 def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom eagle3.records import RecordLog\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom eagle3.files.records import RecordLog\n"
         "log = RecordLog(Path(sys.argv[1]))\nlog.append({'n': 1}, {'n': 2})\n"
         'log._file.write(b\'{"n": 3, "te\')\nlog._file.flush()\nos.kill(os.getpid(), signal.SIGKILL)\n'
     )

@@ -20,7 +20,7 @@ from eagle3.acceptance import Drafted, summarise
 from eagle3.dataset import DatasetSettings
 from eagle3.dataset import make as make_dataset
 from eagle3.errors import Eagle3Error
-from eagle3.records import write_json, write_records
+from eagle3.files.records import write_json, write_records
 
 SOURCES = ("chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation")
 CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"

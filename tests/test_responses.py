@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from eagle3 import pin, responses
+from eagle3 import responses
 from eagle3.chat import load_chat
-from eagle3.conversations import Conversation
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.records import Record, read_records, write_records
+from eagle3.files.records import Record, read_records, write_records
+from eagle3.prompts.conversations import Conversation
 from eagle3.responses import ResponsesSettings
-from eagle3.target import TargetSettings, load_target
+from eagle3.target import TargetSettings, load_target, pin
 from tests.toy_engine import ToyEngine
 
 Stage = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from eagle3 import samples
 from eagle3.chat import Chat, load_chat
-from eagle3.records import Record, read_json, read_records, write_json, write_records
+from eagle3.files.records import Record, read_json, read_records, write_json, write_records
 from eagle3.samples import SamplesSettings, loop_period
 from eagle3.target import load_target
 

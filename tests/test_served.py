@@ -10,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3 import served
-from eagle3.acceptance import AcceptanceSettings
+from eagle3.acceptance import AcceptanceSettings, served
 from eagle3.chat import load_chat
 from eagle3.engines import Capture, GenerationRequest, Sampling, Served, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.records import Record, read_json, write_records
+from eagle3.files.records import Record, read_json, write_records
 from eagle3.target import Target, head_weights
 from tests.drafts import exported, new_draft, perfect_draft, pinned
 from tests.engines import targets

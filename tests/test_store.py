@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from eagle3 import manifest
+from eagle3.artifacts import manifest
+from eagle3.artifacts.gc import free, unused
+from eagle3.artifacts.manifest import Manifest
+from eagle3.artifacts.store import Store
 from eagle3.errors import Eagle3Error
-from eagle3.gc import free, unused
-from eagle3.manifest import Manifest
-from eagle3.store import Store
 
 
 class Bench:
@@ -206,7 +206,7 @@ def test_two_jobs_for_one_key_compute_once(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from eagle3.store import Store
+from eagle3.artifacts.store import Store
 
 def make(folder):
     steps = folder / ".steps"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3 import pin as stage
 from eagle3.errors import Eagle3Error
-from eagle3.pin import revision
-from eagle3.records import read_json, write_json
+from eagle3.files.records import read_json, write_json
 from eagle3.target import Target, TargetSettings, head_weights, load_target
+from eagle3.target import pin as stage
+from eagle3.target.pin import revision
 from tests.engines import targets
 
 
@@ -104,7 +104,7 @@ def test_the_revision_covers_the_weights(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
 ) -> None:
     """First and last values, and small files in full; a copy elsewhere and an unrelated file do not count."""
-    monkeypatch.setattr("eagle3.pin._WHOLE", whole)
+    monkeypatch.setattr("eagle3.target.pin._WHOLE", whole)
     before = revision(model)
     weights = model / "model.safetensors"
     header = int.from_bytes(weights.read_bytes()[:8], "little")
@@ -236,7 +236,8 @@ def test_a_name_that_is_nothing_says_what_would_be_something(tmp_path: Path, nam
 def test_a_hub_id_without_network_is_a_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment at import."""
     code = (
-        "import sys; from pathlib import Path; from eagle3.pin import make; from eagle3.target import TargetSettings\n"
+        "import sys; from pathlib import Path\n"
+        "from eagle3.target import TargetSettings; from eagle3.target.pin import make\n"
         "make(TargetSettings(model='owner/model', revision='abc'), folder=Path(sys.argv[1]))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}

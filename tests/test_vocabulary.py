@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from eagle3 import vocabulary
 from eagle3.errors import Eagle3Error
-from eagle3.records import Record, read_json, write_json, write_records
+from eagle3.files.records import Record, read_json, write_json, write_records
 from eagle3.vocabulary import VocabularySettings, choose
 
 V = 330
@@ -152,7 +152,7 @@ def test_choice_against_a_plain_sort(counts: list[int], size: int, forced: set[i
 
 def test_the_bytes_are_the_same_in_every_process(tmp_path: Path) -> None:
     script = (
-        "import sys, numpy as np; from pathlib import Path; from eagle3.tensors import write_tensors;"
+        "import sys, numpy as np; from pathlib import Path; from eagle3.files.tensors import write_tensors;"
         "write_tensors(Path(sys.argv[1]), {'b': np.ones(3, bool), 'a': np.arange(4)}, {c: c for c in 'zyxwvuts'})"
     )
     for name in "12345":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
-from eagle3.records import read_json, sync, write_json
+from eagle3.files.records import read_json, sync, write_json
 
 FOLDER = ".checkpoints"
 KEPT = 2

@@ -36,8 +36,8 @@ from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.timing import Timing
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import RecordLog, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.records import RecordLog, write_json
 from eagle3.target import HeadWeights
 
 LOG, TIMING = "log.jsonl", "timing.jsonl"

@@ -15,8 +15,8 @@ import torch
 from eagle3.draft.packing import Spans, context_length, step_counts, supervised_roots
 from eagle3.draft.rows import Row, build_row
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import read_records
 from eagle3.hidden_states.reader import HiddenStateReader, HiddenStateSample
-from eagle3.records import read_records
 
 # Rows that are read and packed while the device works on the current one.
 AHEAD = 3

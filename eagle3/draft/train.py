@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from eagle3.artifacts.manifest import sha256
 from eagle3.draft import parallel
 from eagle3.draft.config import draft_config
 from eagle3.draft.model import Draft
@@ -18,9 +19,8 @@ from eagle3.draft.samples import data_digest, read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.start import start
 from eagle3.engines.settings import MachineSettings
+from eagle3.files.records import read_json, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.manifest import sha256
-from eagle3.records import read_json, write_json
 from eagle3.target import head_weights, load_target
 
 # What process 0 counted, for the process that started it.

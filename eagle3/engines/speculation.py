@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from eagle3.acceptance.reference_draft import ReferenceDraft, load_reference_draft
 from eagle3.engines.decoding import Answer, unfinished
 from eagle3.engines.rows import Rows, at, padded, tapped
-from eagle3.reference_draft import ReferenceDraft, load_reference_draft
 
 
 def load_draft(folder: Path, model: Any) -> ReferenceDraft:

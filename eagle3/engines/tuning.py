@@ -13,7 +13,7 @@ from eagle3.console import progress
 from eagle3.engines import GenerationRequest, Message, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.records import read_records
+from eagle3.files.records import read_records
 from eagle3.target import Target, load_target
 
 if TYPE_CHECKING:

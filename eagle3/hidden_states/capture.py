@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle3 import console
+from eagle3.artifacts.manifest import sha256
 from eagle3.engines import Capture, Engine, open_engine
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import hash_of, range_of
+from eagle3.files.hashing import hash_of, range_of
+from eagle3.files.records import Record, read_records, write_json
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Statistics
 from eagle3.hidden_states.entry import Int32s, Recipe
 from eagle3.hidden_states.pipeline import Pipeline, Sample
 from eagle3.hidden_states.progress import Progress
 from eagle3.hidden_states.teacher import TeacherCheck, disagreement
-from eagle3.manifest import sha256
-from eagle3.records import Record, read_records, write_json
 from eagle3.target import Target, head_weights, load_target
 
 if TYPE_CHECKING:

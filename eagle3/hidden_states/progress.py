@@ -12,13 +12,13 @@ import numpy as np
 
 from eagle3 import console
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import sync
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Statistics, audit_shard
 from eagle3.hidden_states.entry import Entry, Recipe, decode_frames
 from eagle3.hidden_states.scratch import FOLDER, Log, log_path, read_recipe, write_recipe
 from eagle3.hidden_states.shard import Shard, write_shard
 from eagle3.hidden_states.teacher import GROUP, teacher_tokens
-from eagle3.records import sync
 
 if TYPE_CHECKING:
     from eagle3.target import HeadWeights

@@ -21,10 +21,10 @@ from typing import BinaryIO
 import numpy as np
 import orjson
 
+from eagle3.files.records import read_json, write_json
 from eagle3.hidden_states.codec import Frame
 from eagle3.hidden_states.codec import seed as frame_seed
 from eagle3.hidden_states.entry import Entry, Int32s, Recipe, count_frames
-from eagle3.records import read_json, write_json
 
 FOLDER = ".capture"
 _MAGIC = b"\x93EAGLE3\n"

@@ -22,11 +22,11 @@ import numpy as np
 
 from eagle3 import dataset, samples, vocabulary
 from eagle3.dataset import DatasetSettings
-from eagle3.hashing import hash_of
-from eagle3.pin import make as pin
-from eagle3.records import Record, read_records, write_records
+from eagle3.files.hashing import hash_of
+from eagle3.files.records import Record, read_records, write_records
 from eagle3.samples import SamplesSettings
 from eagle3.target import TargetSettings, load_target
+from eagle3.target.pin import make as pin
 from eagle3.vocabulary import VocabularySettings
 
 

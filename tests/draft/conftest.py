@@ -16,10 +16,10 @@ from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.model import Draft
 from eagle3.engines import Capture
 from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.files.records import read_json, write_json, write_records
 from eagle3.hidden_states import capture
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.hidden_states.settings import HiddenStatesSettings
-from eagle3.records import read_json, write_json, write_records
 from eagle3.target import HeadWeights
 
 H, V, A = 32, 97, 3

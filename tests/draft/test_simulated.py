@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3 import simulated
-from eagle3.acceptance import AcceptanceSettings
+from eagle3.acceptance import AcceptanceSettings, simulated
 from eagle3.draft import train
 from eagle3.draft.model import load_draft
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import read_records, write_records
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.records import read_records, write_records
 from eagle3.target import head_weights, load_target
 from tests.draft.conftest import Inputs
 from tests.draft.naive_chain import NaiveChain

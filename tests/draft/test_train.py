@@ -21,8 +21,8 @@ from eagle3.draft.run import LOG
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import read_records, write_records
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.records import read_records, write_records
 from tests.draft.conftest import Inputs
 
 SETTINGS: dict[str, Any] = {

@@ -12,17 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Kimi_K25Config
 
-from eagle3 import pin
+from eagle3.acceptance.reference_draft import ReferenceDraft, load_reference_draft
+from eagle3.artifacts.manifest import sha256
 from eagle3.chat import load_chat
 from eagle3.engines import GenerationRequest, Sampling, open_engine
 from eagle3.engines.decoding import choose, decode
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.engines.transformers import TransformersEngine, load_model
 from eagle3.errors import Eagle3Error
-from eagle3.manifest import sha256
-from eagle3.records import read_json, write_json
-from eagle3.reference_draft import ReferenceDraft, load_reference_draft
-from eagle3.target import Target, TargetSettings, head_weights, load_target
+from eagle3.files.records import read_json, write_json
+from eagle3.target import Target, TargetSettings, head_weights, load_target, pin
 from tests.drafts import exported, new_draft, perfect_draft
 from tests.engines import targets
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.engines import Capture, Engine, Generation, GenerationRequest, Sampling, Served
 from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.files.records import Record, write_records
 from eagle3.hidden_states import capture
 from eagle3.hidden_states.settings import HiddenStatesSettings
-from eagle3.records import Record, write_records
 
 LAYERS, H, V = 8, 48, 211
 Alter = Callable[[Capture, int], Capture | None]

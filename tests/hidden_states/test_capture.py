@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from eagle3.artifacts.fingerprint import closure
 from eagle3.engines import Capture
 from eagle3.errors import Eagle3Error
-from eagle3.fingerprint import closure
+from eagle3.files.records import Record, read_json, write_records
 from eagle3.hidden_states.entry import Recipe
 from eagle3.hidden_states.pipeline import Pipeline, Sample
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.hidden_states.scratch import Log
-from eagle3.records import Record, read_json, write_records
 from tests.hidden_states.conftest import LAYERS, Alter, H, Make, TinyEngine, contents
 
 

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from eagle3.engines import Capture
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import Record, read_records, write_records
 from eagle3.hidden_states.verify import Report, verify
-from eagle3.records import Record, read_records, write_records
 from eagle3.target import Target, head_weights, load_target
 from tests.hidden_states.conftest import Make, TinyEngine
 from tests.hidden_states.test_capture import normed

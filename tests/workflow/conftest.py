@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eagle3.stages import STAGES
+from eagle3.artifacts.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("river", "hill", "garden", "bridge", "market", "island", "forest", "harbour")

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from eagle3.manifest import read
+from eagle3.artifacts.manifest import read
 from tests.workflow.conftest import Project, write_prompts
 
 pytestmark = pytest.mark.slow

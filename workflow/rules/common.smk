@@ -1,8 +1,8 @@
 # What all rules share: the checked configuration and the places of files.
 
-import eagle3.workflow
+import eagle3.artifacts.workflow
 
-FLOW = eagle3.workflow.Workflow(config)
+FLOW = eagle3.artifacts.workflow.Workflow(config)
 PARTS = list(FLOW.parts)
 GPUS = FLOW.config.machine.gpus
 THREADS = FLOW.config.machine.threads

@@ -39,7 +39,7 @@ def fingerprint(modules: Iterable[str], root: Path | None = None) -> str:
 
 def closure(modules: Iterable[str], root: Path | None = None) -> dict[str, str]:
     """Return every module that `fingerprint` covers, by dotted name, with the hash of its own code."""
-    root = root or Path(__file__).parent.parent
+    root = root or Path(__file__).parents[2]
     found: dict[str, str] = {}
     waiting = list(modules)
     while waiting:

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import zstandard
 
-from eagle3.records import Record
+from eagle3.files.records import Record
 
 _BUFFER_BYTES = 1 << 18
 

@@ -18,8 +18,8 @@ from eagle3.draft.settings import DraftSettings
 from eagle3.draft.train import choose_device
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import write_json
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.records import write_json
 from eagle3.target import head_weights, load_target
 
 # Tokens that pass through the draft together.

@@ -11,8 +11,8 @@ from eagle3.acceptance import AcceptanceSettings, Drafted, summarise
 from eagle3.console import progress
 from eagle3.engines import Engine, GenerationRequest, Sampling, Served, open_engine
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import hash_of
-from eagle3.records import Record, read_records, write_json
+from eagle3.files.hashing import hash_of
+from eagle3.files.records import Record, read_records, write_json
 from eagle3.target import Target, head_weights, load_target
 
 if TYPE_CHECKING:

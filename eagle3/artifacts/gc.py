@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3 import manifest
-from eagle3.store import Store
+from eagle3.artifacts import manifest
+from eagle3.artifacts.store import Store
 
 
 @dataclass(frozen=True)

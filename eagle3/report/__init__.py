@@ -12,9 +12,9 @@ import matplotlib as mpl
 import orjson
 from matplotlib.figure import Figure
 
-from eagle3 import figures
 from eagle3.errors import Eagle3Error
-from eagle3.records import Record, read_json
+from eagle3.files.records import Record, read_json
+from eagle3.report import figures
 
 Rows = Mapping[str, Any]
 

@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from eagle3 import demo
+from eagle3.artifacts.manifest import sha256
 from eagle3.errors import Eagle3Error
-from eagle3.manifest import sha256
-from eagle3.records import read_json, write_json
-from eagle3.target import TargetSettings, head_weights, load_target, tensor_files
+from eagle3.files.records import read_json, write_json
+from eagle3.target import TargetSettings, demo, head_weights, load_target, tensor_files
 
 PIN = "target.json"
 # Files whose every byte decides what the model says; weights are sampled instead.

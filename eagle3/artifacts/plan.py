@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3 import manifest as manifests
+from eagle3.artifacts import manifest as manifests
+from eagle3.artifacts.job import Job, by_role
+from eagle3.artifacts.manifest import Manifest
+from eagle3.artifacts.stages import STAGES, stage_fingerprint
+from eagle3.artifacts.store import Store, content_key
 from eagle3.errors import Eagle3Error
-from eagle3.job import Job, by_role
-from eagle3.manifest import Manifest
-from eagle3.records import read_json
-from eagle3.stages import STAGES, stage_fingerprint
-from eagle3.store import Store, content_key
+from eagle3.files.records import read_json
 
 _COMMAND = "Shell command: eagle3 "
 # Lossless shards take 0.70 of bf16, measured on real states; fp8 takes one byte and a scale.

@@ -23,8 +23,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from eagle3.errors import Eagle3Error
+from eagle3.files.records import read_json
 from eagle3.position_cache import PositionCache
-from eagle3.records import read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

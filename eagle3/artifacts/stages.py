@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle3.fingerprint import fingerprint
+from eagle3.artifacts.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("target", ("eagle3.pin",), ("target",)),
+        Stage("target", ("eagle3.target.pin",), ("target",)),
         Stage("prompts", ("eagle3.prompts",), ("prompts",)),
         Stage("responses", ("eagle3.responses",), ("responses", "engine"), machine=True),
         Stage("samples", ("eagle3.samples",), ("samples",)),
@@ -45,10 +45,10 @@ STAGES = {
         ),
         Stage("draft", ("eagle3.draft.train",), ("draft",), machine=True),
         Stage("export", ("eagle3.export",), ("export",)),
-        Stage("acceptance_simulated", ("eagle3.simulated",), ("acceptance",), machine=True),
+        Stage("acceptance_simulated", ("eagle3.acceptance.simulated",), ("acceptance",), machine=True),
         Stage(
             "acceptance_served",
-            ("eagle3.served",),
+            ("eagle3.acceptance.served",),
             ("acceptance", "engine"),
             engine_modules={"transformers": ("eagle3.engines.speculation",)},
             machine=True,

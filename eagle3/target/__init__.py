@@ -1,7 +1,7 @@
 """The target model, pinned: where it is, exactly which one, and what later stages must know of its shape.
 
-Every stage reads this module; how a target is found and pinned stands apart, in `eagle3.pin`, so that an edit there
-does not count for the artifacts of every stage.
+Every stage reads this module; how a target is found and pinned stands apart, in `eagle3.target.pin`, so that an edit
+there does not count for the artifacts of every stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.errors import Eagle3Error
-from eagle3.records import read_json
+from eagle3.files.records import read_json
 from eagle3.settings import Settings
 
 if TYPE_CHECKING:

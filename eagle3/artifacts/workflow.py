@@ -13,10 +13,10 @@ from typing import Any
 
 import orjson
 
-from eagle3 import manifest
+from eagle3.artifacts import manifest
+from eagle3.artifacts.stages import stage_fingerprint, stage_settings
 from eagle3.config import Config, resolve
-from eagle3.sources import find_files
-from eagle3.stages import stage_fingerprint, stage_settings
+from eagle3.prompts.sources import find_files
 
 DEMO = "smollm2-135m-instruct"
 # Files of the demo target that later jobs read; declared so that Snakemake knows them.
@@ -66,7 +66,7 @@ class Workflow:
     def _settings(self, stage: str) -> dict[str, Any]:
         settings = stage_settings(stage, self._values)
         if stage == "target" and Path(self.config.target.model).is_dir():
-            from eagle3.pin import revision
+            from eagle3.target.pin import revision
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
         return settings

@@ -23,10 +23,10 @@ from typing import Any
 
 import orjson
 
-from eagle3 import manifest as manifests
+from eagle3.artifacts import manifest as manifests
+from eagle3.artifacts.manifest import FileEntry, Manifest
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
-from eagle3.manifest import FileEntry, Manifest
 
 Inputs = Mapping[str, Sequence[Path]]
 Make = Callable[[Path], Mapping[str, Any]]

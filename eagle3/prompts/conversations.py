@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from eagle3.sources import RejectedError
+from eagle3.prompts.sources import RejectedError
 
 Form = Literal["messages", "sharegpt", "prompt", "alpaca", "turns"]
 

@@ -12,13 +12,13 @@ import orjson
 from pydantic import Field
 
 from eagle3.console import progress, say
-from eagle3.conversations import Conversation, Form, detect_forms, to_conversation
 from eagle3.errors import Eagle3Error
-from eagle3.hashing import fraction_of, hash_of, range_of
-from eagle3.records import Record, write_json, write_records
+from eagle3.files.hashing import fraction_of, hash_of, range_of
+from eagle3.files.records import Record, write_json, write_records
+from eagle3.files.spool import Spool
+from eagle3.prompts.conversations import Conversation, Form, detect_forms, to_conversation
+from eagle3.prompts.sources import RejectedError, Row, find_files, read_rows, stem
 from eagle3.settings import Settings
-from eagle3.sources import RejectedError, Row, find_files, read_rows, stem
-from eagle3.spool import Spool
 
 
 class SourceSettings(Settings):
