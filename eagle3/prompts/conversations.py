@@ -1,6 +1,8 @@
-"""Conversations: one row of any known form becomes what the target is to answer.
+"""Conversations: one row of any known form becomes what the target is to answer, or what was answered.
 
-The target's answers are generated anew, so recorded answers only say where one turn ends and the next begins.
+Where the target answers anew, recorded answers only say where one turn ends and the next begins, and a conversation
+ends before the first result of a tool: the target's own calls will be others. Where the given answers are used as
+they are, they are kept, with their reasoning, their calls of tools and what those returned.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from eagle3.prompts.answers import Message, join_answers, number_calls, read_answer, read_call, read_result
 from eagle3.prompts.sources import RejectedError
 
 Form = Literal["messages", "sharegpt", "prompt", "alpaca", "turns"]
@@ -28,16 +31,18 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
     "function": "tool",
-    "function_call": "tool",
+    "function_call": "assistant",
     "observation": "tool",
 }
 
 
 class Conversation(NamedTuple):
-    """What the target is to answer: an optional system message, then the user's turns."""
+    """An optional system message, then the user's turns; with the answers between them, if the given ones are used."""
 
-    messages: list[dict[str, str]]
+    messages: list[Message]
     tools: list[dict[str, Any]] | None
+    cut: bool = False
+    """Whether it was cut before the first result of a tool."""
 
     @property
     def id(self) -> str:
@@ -49,7 +54,7 @@ class Conversation(NamedTuple):
     def normalised_id(self) -> str:
         """Like `id`, blind to case, blanks and compatibility forms of letters."""
         messages = [
-            [message["role"], *unicodedata.normalize("NFKC", message["content"]).casefold().split()]
+            [{**message, "content": ""}, *unicodedata.normalize("NFKC", message["content"]).casefold().split()]
             for message in self.messages
         ]
         content = orjson.dumps([messages, self.tools], option=orjson.OPT_SORT_KEYS)
@@ -57,7 +62,7 @@ class Conversation(NamedTuple):
 
     @property
     def chars(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
+        return sum(len(text) for message in self.messages for text in _texts(message))
 
 
 def detect_forms(row: Mapping[str, Any]) -> list[Form]:
@@ -78,8 +83,8 @@ def detect_forms(row: Mapping[str, Any]) -> list[Form]:
     return found
 
 
-def to_conversation(row: Mapping[str, Any], form: Form) -> Conversation:
-    """Return the system message and the user's turns of a row.
+def to_conversation(row: Mapping[str, Any], form: Form, *, as_is: bool = False) -> Conversation:
+    """Return the system message and the user's turns of a row, and with `as_is` the answers, too.
 
     Messages of one role in a row are joined by a blank line where the row holds answers; where it holds none,
     every user message is a turn.
@@ -87,61 +92,94 @@ def to_conversation(row: Mapping[str, Any], form: Form) -> Conversation:
     Raises:
         RejectedError: the row is not of this form, or not a conversation that the target can be asked.
     """
-    entries = list(_entries(row, form))
-    answered = any(role == "assistant" for role, _ in entries)
-    messages: list[dict[str, str]] = []
+    entries = list(_entries(row, form, as_is=as_is))
+    roles = [message["role"] for message in entries]
+    cut = not as_is and "tool" in roles
+    messages: list[Message] = []
     previous = None
-    for role, content in entries:
-        if role == "tool":
-            raise RejectedError("tool_messages", "results of tools cannot be generated anew")
-        if role == previous and messages and (answered or role == "system"):
-            messages[-1]["content"] += f"\n\n{content}"
-        elif role == "system" and previous is not None:
+    for message in entries:
+        role, last = message["role"], messages[-1] if messages else message
+        if role == "tool" and previous not in ("assistant", "tool"):
+            raise RejectedError("tool_messages", "the result of a tool that no answer has called")
+        if role == "tool" and cut:
+            break
+        if role == "system" and previous not in (None, "system"):
             raise RejectedError("role_order", f"a system message after a {previous} message")
-        elif role == "assistant" and previous in (None, "system"):
+        if role == "assistant" and previous in (None, "system"):
             raise RejectedError("role_order", "an answer before any user message")
-        elif role != "assistant":
-            messages.append({"role": role, "content": content})
+        if role != previous or not ("assistant" in roles or role == "system") or role == "tool":
+            messages.append(message)
+        elif role == "assistant":
+            join_answers(last, message)
+        else:
+            last["content"] += f"\n\n{message['content']}"
         previous = role
-    if not any(message["role"] == "user" for message in messages):
-        raise RejectedError("no_user_message", f"roles: {', '.join(role for role, _ in entries) or 'none'}")
+    if "user" not in roles:
+        raise RejectedError("no_user_message", f"roles: {', '.join(roles) or 'none'}")
+    messages = _answered(messages) if as_is else [m for m in messages if m["role"] != "assistant"]
     _check_text(messages)
-    return Conversation(messages, _tools(row.get("tools")))
+    return Conversation(messages, _tools(row.get("tools")), cut)
 
 
-def _check_text(messages: list[dict[str, str]]) -> None:
+def _answered(messages: list[Message]) -> list[Message]:
+    """Leave out what follows the last answer."""
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise RejectedError("no_answer", "no message of an assistant, though the given answers are to be used")
+    number_calls(messages)
+    return messages
+
+
+def _check_text(messages: list[Message]) -> None:
     for number, message in enumerate(messages, start=1):
-        if not message["content"].strip():
+        if message["role"] in ("system", "user") and not message["content"].strip():
             raise RejectedError("empty_message", f"message {number} ({message['role']})")
-        if "\0" in message["content"]:
+        if any("\0" in text for text in _texts(message)):
             raise RejectedError("nul_character", f"message {number} ({message['role']})")
 
 
-def _entries(row: Mapping[str, Any], form: Form) -> Iterator[tuple[str, str]]:
-    """Yield role and text of every message, answers with an empty text."""
+def _texts(message: Message) -> Iterator[str]:
+    yield message["content"]
+    yield message.get("reasoning", "")
+    yield from (call["function"]["arguments"] for call in message.get("tool_calls", ()))
+
+
+def _entries(row: Mapping[str, Any], form: Form, *, as_is: bool) -> Iterator[Message]:
+    """Yield every message; answers are empty unless they are to be used."""
     system = row.get("system")
     if isinstance(system, str) and system.strip():
-        yield "system", system
+        yield {"role": "system", "content": system}
     match form:
         case "messages" | "sharegpt":
             role_key, text_key = ("role", "content") if form == "messages" else ("from", "value")
             for message in _list(row, form):
-                yield from _entry(message, role_key, text_key)
+                yield from _entry(message, role_key, text_key, as_is=as_is)
         case "turns":
             turns = row.get("turns")
             if not isinstance(turns, list):
                 raise RejectedError("wrong_form", "no list under `turns`")
             for turn in turns:
-                yield "user", _text(turn)
+                yield {"role": "user", "content": _text(turn)}
         case "alpaca":
-            yield "user", "\n\n".join(_strings(row, "instruction", "input"))
+            yield {"role": "user", "content": "\n\n".join(_strings(row, "instruction", "input"))}
+            yield from _completion(row.get("output"), as_is=as_is)
         case "prompt":
             prompt = row.get("prompt")
             if isinstance(prompt, list):
                 for message in prompt:
-                    yield from _entry(message, "role", "content")
+                    yield from _entry(message, "role", "content", as_is=as_is)
             else:
-                yield "user", _text(prompt)
+                yield {"role": "user", "content": _text(prompt)}
+            yield from _completion(row.get("completion"), as_is=as_is)
+
+
+def _completion(value: Any, *, as_is: bool) -> Iterator[Message]:
+    """Yield the answer beside a prompt: a text, or messages; only if it is to be used."""
+    if as_is and value:
+        messages = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
+        for message in messages:
+            yield from _entry(message, "role", "content", as_is=True)
 
 
 def _list(row: Mapping[str, Any], form: Form) -> list[Any]:
@@ -159,20 +197,27 @@ def _strings(row: Mapping[str, Any], *names: str) -> Iterator[str]:
     yield from (row[name] for name in names if isinstance(row.get(name), str) and row[name].strip())
 
 
-def _entry(message: Any, role_key: str, text_key: str) -> Iterator[tuple[str, str]]:
+def _entry(message: Any, role_key: str, text_key: str, *, as_is: bool) -> Iterator[Message]:
     if not isinstance(message, dict):
         raise RejectedError("wrong_form", f"a message is a {type(message).__name__}")
     name = message.get(role_key)
     if name not in _ROLES:
         raise RejectedError("unknown_role", repr(name))
     role = _ROLES[name]
-    if role == "assistant":
-        yield role, ""
+    if not as_is and role in ("assistant", "tool"):
+        yield {"role": role, "content": ""}
         return
     text = _text(message.get(text_key))
-    # Many data sets carry an empty system message in every row; it says nothing.
-    if role != "system" or text.strip():
-        yield role, text
+    match role:
+        case "assistant":
+            yield read_call(text) if name == "function_call" else read_answer(message, text)
+        case "tool":
+            yield read_result(message, text)
+        case "system" if not text.strip():
+            # Many data sets carry an empty system message in every row; it says nothing.
+            pass
+        case _:
+            yield {"role": role, "content": text}
 
 
 def _text(content: Any) -> str:
