@@ -21,7 +21,7 @@ from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.export import ExportSettings
 from eagle3.hidden_states.settings import HiddenStatesSettings
-from eagle3.prompts import PromptsSettings
+from eagle3.prompts.settings import PromptsSettings
 from eagle3.responses import ResponsesSettings
 from eagle3.samples import SamplesSettings
 from eagle3.settings import Settings

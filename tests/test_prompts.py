@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from eagle3 import prompts
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_json, read_records
-from eagle3.prompts import PromptsSettings
-from eagle3.prompts.sources import find_files
+from eagle3.prompts.settings import PromptsSettings
 
 
 def lines(*rows: object) -> bytes:
@@ -33,9 +32,8 @@ def run(folder: Path, *sources: Any, **values: Any) -> dict[str, Any]:
     """Make prompts from paths or source settings."""
     entries = [source if isinstance(source, dict) else {"path": str(source)} for source in sources]
     chosen = PromptsSettings.model_validate({"sources": entries, **values})
-    files = [path for entry in chosen.sources for path in find_files(entry.path)]
     folder.mkdir(exist_ok=True, parents=True)
-    return prompts.make(chosen, sources=files, folder=folder)
+    return prompts.make(chosen, sources=prompts.outside_files(chosen), folder=folder)
 
 
 def parts(folder: Path) -> list[Record]:

@@ -16,7 +16,7 @@ import orjson
 from eagle3.artifacts import manifest
 from eagle3.artifacts.stages import stage_fingerprint, stage_settings
 from eagle3.config import Config, resolve
-from eagle3.prompts.sources import find_files
+from eagle3.prompts import outside_files
 
 DEMO = "smollm2-135m-instruct"
 # Files of the demo target that later jobs read; declared so that Snakemake knows them.
@@ -47,8 +47,8 @@ class Workflow:
         return _json(self._values["machine"])
 
     def prompt_sources(self) -> list[str]:
-        """Return the files of all prompt sources, source by source, sorted within each."""
-        return [str(path) for source in self.config.prompts.sources for path in find_files(source.path)]
+        """Return the files of all prompt sources, source by source, sorted within each, then those of evaluations."""
+        return [str(path) for path in outside_files(self.config.prompts)]
 
     def demo_model_files(self) -> list[str]:
         """Return the model files that the rule `target` makes: none unless the target is the demo."""

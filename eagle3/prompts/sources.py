@@ -41,8 +41,12 @@ class Row(NamedTuple):
     fault: RejectedError | None = None
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, setting: str = "prompts.sources") -> list[Path]:
     """Return the files of a source: the file itself, a folder's data files, or what a glob matches; sorted.
+
+    Args:
+        path: as the configuration has it.
+        setting: where in the configuration, for the error.
 
     Raises:
         Eagle3Error: there is none.
@@ -59,7 +63,7 @@ def find_files(path: str) -> list[Path]:
     if not files:
         raise Eagle3Error(
             "a prompt source matches no file",
-            where="`prompts.sources` in the configuration",
+            where=f"`{setting}` in the configuration",
             found=path,
             expected=f"a file, a folder or a glob; files end in {', '.join(_SUFFIXES)}",
             remedy="paths are relative to the folder where the command runs",

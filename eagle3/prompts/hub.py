@@ -1,0 +1,46 @@
+"""Hub data sets, through the library `datasets` (the extra `hub`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle3.errors import Eagle3Error
+from eagle3.prompts.settings import HubSettings
+from eagle3.prompts.sources import Row
+
+_ROWS = 1000
+
+
+def read_hub(settings: HubSettings) -> Iterator[Row]:
+    """Yield the rows of a data set at its pinned commit, downloading it unless the hub's cache holds it.
+
+    Rows are read from Arrow as they are: images and sounds stay bytes and are not decoded.
+
+    Raises:
+        Eagle3Error: the extra is not installed, the hub cannot be reached, or there is no such data set or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise Eagle3Error(
+            "data sets of the hub need the library `datasets`",
+            where=f"`prompts.sources`, hub data set {settings.dataset}",
+            remedy='pip install -e ".[hub]"',
+        ) from None
+    try:
+        table = datasets.load_dataset(
+            settings.dataset, settings.subset, split=settings.split, revision=settings.revision
+        )
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        raise Eagle3Error(
+            "a data set of the hub cannot be read",
+            where=f"`prompts.sources`, {settings.dataset} at {settings.revision}, split {settings.split}",
+            found=error,
+            remedy="check id, subset, split and commit (HF_TOKEN is for private ones); without a network, bring the"
+            " files here and give them as `path`",
+        ) from None
+    number = 0
+    for batch in table.with_format("arrow").iter(_ROWS):
+        for value in batch.to_pylist():
+            number += 1
+            yield Row(number, value)
