@@ -70,13 +70,22 @@ def target(context: typer.Context, output: Output) -> None:
 
 
 @app.command(rich_help_panel=STAGES)
+def written(context: typer.Context, output: Output, target: TargetFile) -> None:
+    """Let the target write user turns itself, for a prompt source with `self: true`."""
+    context.obj.produce("written", output, {"target": target})
+
+
+@app.command(rich_help_panel=STAGES)
 def prompts(
     context: typer.Context,
     output: Output,
-    sources: Annotated[list[Path], typer.Argument(help="Files of the prompt sources.")],
+    sources: Annotated[
+        list[Path] | None, typer.Argument(help="Files of the prompt sources, then those of evaluations.")
+    ] = None,
+    written: Annotated[Path | None, typer.Option(help="User turns that the target wrote itself.")] = None,
 ) -> None:
     """Read prompt sources, check them, remove duplicates and divide them into parts."""
-    context.obj.produce("prompts", output, {}, sources=sources)
+    context.obj.produce("prompts", output, {"written": written} if written else {}, sources=sources or [])
 
 
 @app.command(rich_help_panel=STAGES)

@@ -27,9 +27,10 @@ from eagle3.samples import SamplesSettings
 from eagle3.settings import Settings
 from eagle3.target import TargetSettings
 from eagle3.vocabulary import VocabularySettings
+from eagle3.written import WrittenSettings
 
 # Sections whose `seed` follows the top-level one unless they set their own.
-_SEEDED = ("prompts", "responses", "dataset", "draft")
+_SEEDED = ("written", "prompts", "responses", "dataset", "draft")
 
 
 class Config(Settings):
@@ -41,6 +42,7 @@ class Config(Settings):
     """Seed of every random choice."""
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()
+    written: WrittenSettings = WrittenSettings()
     prompts: PromptsSettings
     responses: ResponsesSettings = ResponsesSettings()
     samples: SamplesSettings = SamplesSettings()
@@ -69,11 +71,19 @@ def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Con
         if isinstance(part, dict):
             part.setdefault("seed", seeded.get("seed", 0))
     try:
-        return Config.model_validate(seeded)
+        config = Config.model_validate(seeded)
     except ValidationError as error:
         # An unknown key is often the cause of a missing one.
         faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
         raise _explain(faults[0], origin) from None
+    if config.prompts.written and config.engine.name == "openai":
+        raise Eagle3Error(
+            "the target cannot write prompts itself through this engine",
+            where=f"{origin}, key `prompts.sources`",
+            found="a source with `self: true`, and `engine.name: openai`, which takes messages but no token ids",
+            remedy="set engine.name to vllm or transformers, or use another source",
+        )
+    return config
 
 
 def load(paths: Sequence[Path]) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
@@ -35,16 +35,20 @@ def documented() -> dict[str, str]:
 
 
 def settings_of(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the path and the field of every setting; a list of settings is `name` and `name[].part`."""
+    """Yield the path and the field of every setting.
+
+    A list of settings is `name` and `name[].part`, settings that may be left out are `name` and `name.part`.
+    """
     for name, field in model.model_fields.items():
         annotation: Any = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, Settings):
             yield from settings_of(annotation, f"{prefix}{name}.")
             continue
         yield prefix + name, field
+        brackets = "[]" if get_origin(annotation) is list else ""
         for argument in get_args(annotation):
             if isinstance(argument, type) and issubclass(argument, Settings):
-                yield from settings_of(argument, f"{prefix}{name}[].")
+                yield from settings_of(argument, f"{prefix}{name}{brackets}.")
 
 
 SETTINGS = dict(settings_of(Config))

@@ -170,6 +170,9 @@ def _estimate(commands: Sequence[Command], made: Mapping[Path, Manifest | None],
         by_stage.setdefault(command.stage, []).append(command)
     most = by_stage["responses"][0].settings["responses"]["max_tokens"] if "responses" in by_stage else 0
     prompts = _counts(by_stage.get("prompts", []), made).get("prompts", 0)
+    for command in by_stage.get("written", []):
+        chosen = command.settings["written"]
+        rows["written"].tokens = chosen["count"] * chosen["max_tokens"] * rows["written"].computed
     tokens = _counts(by_stage.get("samples", []), made).get("tokens") or prompts * most
     for stage in ("responses", "samples", "dataset", "hidden_states", "draft"):
         rows[stage].tokens = tokens * rows[stage].computed // max(rows[stage].jobs, 1)

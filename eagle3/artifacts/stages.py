@@ -31,6 +31,7 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("target", ("eagle3.target.pin",), ("target",)),
+        Stage("written", ("eagle3.written",), ("written", "engine"), machine=True),
         Stage("prompts", ("eagle3.prompts",), ("prompts",)),
         Stage("responses", ("eagle3.responses",), ("responses", "engine"), machine=True),
         Stage("samples", ("eagle3.samples",), ("samples",)),

@@ -61,8 +61,15 @@ class OpenAIEngine:
         the target's template does, `rebuilt_length` that the ids cannot be rebuilt.
 
         Raises:
-            Eagle3Error: the endpoint is lost, or refuses everything.
+            Eagle3Error: the endpoint is lost, or refuses everything; a request brings its own prompt ids.
         """
+        if any(request.prompt_ids is not None for request in requests):
+            raise Eagle3Error(
+                "an endpoint for chats takes messages, no token ids",
+                where="engine.name",
+                found="openai",
+                expected="vllm or transformers",
+            )
         return self._client.stream(
             partial(self._answer, sampling), requests, limit=self.concurrency, recover=self._give_up
         )

@@ -5,6 +5,7 @@ rule prompts:
     """
     input:
         sources=FLOW.prompt_sources(),
+        written=WRITTEN[:1],
     output:
         parts=expand("<results>/prompts/part-{part}.jsonl.zst", part=PARTS),
         rejects="<results>/prompts/rejects.jsonl.zst",
@@ -18,4 +19,6 @@ rule prompts:
     params:
         recipe=FLOW.recipe("prompts"),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts" " --output {output.manifest:q} {input.sources:q}"
+        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts --output {output.manifest:q}"
+        + (" --written {input.written:q}" if WRITTEN else "")
+        + " {input.sources:q}"
