@@ -6,10 +6,15 @@ the prompt as rendered for generation, followed by the ids that the engine produ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
+
+import orjson
 
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
@@ -54,6 +59,12 @@ class Chat:
         written = {id for id, text in self.control.items() if text in self.tokenizer.chat_template}
         return frozenset(self.stop_ids | (written - self.turn_ids))
 
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """Control tokens that the target writes inside its answers, but for those around reasoning: marks of calls."""
+        ids = self.answer_ids - self.stop_ids - set(self.reasoning_ids or ())
+        return frozenset(self.control[id] for id in ids)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -72,10 +83,42 @@ class Chat:
             UnrenderableError: `special_token_in_text` if text would turn into a control token,
                 `template_error` if the template refuses the conversation.
         """
+        return self.encode([self.render_text(messages, tools=tools, template_kwargs=template_kwargs)])[0]
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Like `render`, before tokenising."""
         for message in messages:
-            if message["role"] != "assistant" and (text := self._control_text(message["content"])):
-                raise UnrenderableError("special_token_in_text", f"{text!r} in a {message['role']} message")
-        return self._apply(messages, tools, template_kwargs or {}, generate=True)
+            texts = (message.get(key) or "" for key in ("content", "name", "tool_call_id"))
+            if message["role"] != "assistant" and (found := [mark for text in texts for mark in self.control_in(text)]):
+                raise UnrenderableError("special_token_in_text", f"{found[0]!r} in a {message['role']} message")
+        if tools and (found := self.control_in(orjson.dumps(tools).decode())):
+            raise UnrenderableError("special_token_in_text", f"{found[0]!r} in the schema of a tool")
+        kwargs = template_kwargs or {}
+        if not any(message.get("tool_calls") for message in messages):
+            return self.apply(messages, tools, kwargs, generate=True)
+        try:
+            # As engines do: most templates want the arguments of a call as a mapping.
+            return self.apply([_with_parsed_calls(message) for message in messages], tools, kwargs, generate=True)
+        except UnrenderableError:
+            return self.apply(messages, tools, kwargs, generate=True)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise texts as they stand, control tokens as single ids; fast tokenizers use all cores for many texts."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            return [found.ids for found in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def control_in(self, text: str) -> list[str]:
+        """Return the control tokens that the tokenizer finds in `text`."""
+        if self._control_pattern is not None and not self._control_pattern.search(text):
+            return []
+        return [self.control[id] for id in self.encode([text])[0] if id in self.control]
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the assistant message that generated ids stand for, as the history of later turns has it."""
@@ -111,33 +154,41 @@ class Chat:
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _control_text(self, text: str) -> str | None:
-        """Return the first control token that the tokenizer finds in `text`."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return next((self.control[id] for id in ids if id in self.control), None)
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str] | None:
+        """Matches text in which there may be a control token; None where a normaliser could make one of other text."""
+        normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", self)
+        added = self.tokenizer.added_tokens_decoder
+        if normalizer is not None and any(added[id].normalized for id in self.control):
+            return None
+        return re.compile("|".join(map(re.escape, self.control.values())))
 
-    def _apply(
+    def apply(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
         *,
         generate: bool,
-    ) -> list[int]:
+    ) -> str:
+        """Return what the template writes.
+
+        Raises:
+            UnrenderableError: `template_error`.
+        """
         import jinja2
 
         try:
-            ids = self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=generate,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise UnrenderableError("template_error", str(error)) from None
-        return [int(id) for id in ids]
+        return str(text)
 
 
 def load_chat(target: Target) -> Chat:
@@ -180,6 +231,10 @@ def _load_tokenizer(target: Target) -> Any:
             found=error,
             remedy="if it needs Python code of the model's, read that and set `target.trust_remote_code`",
         ) from None
+    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        # Some tokenizer files carry the limits of an earlier use.
+        fast.no_truncation()
+        fast.no_padding()
     if not isinstance(tokenizer.chat_template, str):
         raise Eagle3Error(
             "the target has no chat template",
@@ -215,11 +270,11 @@ def _probe(chat: Chat, target: Target, *, answered: bool) -> list[int]:
     system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
     tail = [{"role": "assistant", "content": "c"}] if answered else []
     try:
-        return chat._apply([system, user, *tail], None, {}, generate=not answered)
+        return chat.encode([chat.apply([system, user, *tail], None, {}, generate=not answered)])[0]
     except UnrenderableError:
         pass
     try:
-        return chat._apply([user, *tail], None, {}, generate=not answered)
+        return chat.encode([chat.apply([user, *tail], None, {}, generate=not answered)])[0]
     except UnrenderableError as error:
         raise Eagle3Error(
             "the target's chat template cannot render a plain conversation",
@@ -235,6 +290,18 @@ def _for_template(message: Message) -> dict[str, Any]:
     if reasoning := value.get("reasoning"):
         value["reasoning_content"] = reasoning
     return value
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    """Return the message with the arguments of its calls as mappings, where they are that."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        with suppress(orjson.JSONDecodeError):
+            call["function"]["arguments"] = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**message, "tool_calls": calls}
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

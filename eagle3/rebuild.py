@@ -49,11 +49,10 @@ def rebuild(
     Raises:
         RebuildError: `rebuilt_length`: no way to put the parts together has `count` tokens.
     """
-    heads = list(_heads(chat, prompt_ids, message))
-    content = _encode(chat, message["content"])
+    reasoning, content = chat.encode([message.get("reasoning") or "", message["content"]])
     tails = [[]] if finish_reason == "length" else list(_tails(chat, request, message))
     lengths = []
-    for head in heads:
+    for head in heads(chat, prompt_ids, reasoning):
         for tail in tails:
             ids = [*head, *content, *tail]
             if len(ids) == count:
@@ -62,9 +61,8 @@ def rebuild(
     raise RebuildError("rebuilt_length", f"{' or '.join(map(str, lengths))} tokens, the endpoint counted {count}")
 
 
-def _heads(chat: Chat, prompt_ids: Sequence[int], message: Message) -> Iterator[list[int]]:
+def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterator[list[int]]:
     """Yield what may stand before the content, the likelier first."""
-    reasoning = _encode(chat, message.get("reasoning") or "")
     if chat.reasoning_ids is None:
         yield reasoning
         return
@@ -81,25 +79,36 @@ def _heads(chat: Chat, prompt_ids: Sequence[int], message: Message) -> Iterator[
 
 def _tails(chat: Chat, request: GenerationRequest, message: Message) -> Iterator[list[int]]:
     """Yield what may follow the content, end of turn included: the template writes it."""
-    text = _after_content(chat, request, message)
-    for variant in dict.fromkeys((text, text.lstrip())):
-        ids = _encode(chat, variant)
-        end = next((place for place, id in enumerate(ids) if id in chat.stop_ids), None)
-        yield ids[: end + 1] if end is not None else [*ids, min(chat.stop_ids)]
+    text = after_content(chat, request, message)
+    for ids in chat.encode([*dict.fromkeys((text, text.lstrip()))]):
+        yield until_end(chat, ids)
 
 
-def _after_content(chat: Chat, request: GenerationRequest, message: Message) -> str:
-    """Render the finished answer and return what stands behind its content."""
+def until_end(chat: Chat, ids: list[int]) -> list[int]:
+    """Return ids up to the end of the turn, which is added if the template writes none."""
+    end = next((place for place, id in enumerate(ids) if id in chat.stop_ids), None)
+    return ids[: end + 1] if end is not None else [*ids, min(chat.stop_ids)]
+
+
+def after_content(chat: Chat, request: GenerationRequest, message: Message) -> str:
+    """Return what stands behind the content of a finished answer: calls of tools, and the end of the turn.
+
+    Raises:
+        UnrenderableError: the template refuses the answer.
+    """
     calls = message.get("tool_calls") or []
     arguments = [call["function"]["arguments"] for call in calls]
     text = _render(chat, request, calls)
     if all(argument in text for argument in arguments):
         return text
     # A template that wants the arguments as a mapping has quoted the string.
-    parsed = [
-        {**call, "function": {**call["function"], "arguments": orjson.loads(argument)}}
-        for call, argument in zip(calls, arguments, strict=True)
-    ]
+    try:
+        parsed = [
+            {**call, "function": {**call["function"], "arguments": orjson.loads(argument)}}
+            for call, argument in zip(calls, arguments, strict=True)
+        ]
+    except orjson.JSONDecodeError:
+        return text
     return _render(chat, request, parsed)
 
 
@@ -107,11 +116,5 @@ def _render(chat: Chat, request: GenerationRequest, calls: list[dict[str, Any]])
     answer: Message = {"role": "assistant", "content": _CONTENT}
     if calls:
         answer["tool_calls"] = calls
-    text: str = chat.tokenizer.apply_chat_template(
-        [*request.messages, answer], tools=request.tools, tokenize=False, **request.template_kwargs
-    )
+    text = chat.apply([*request.messages, answer], request.tools, request.template_kwargs, generate=False)
     return text.rpartition(_CONTENT)[2]
-
-
-def _encode(chat: Chat, text: str) -> list[int]:
-    return list(chat.tokenizer.encode(text, add_special_tokens=False)) if text else []

@@ -8,21 +8,24 @@ by itself.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from eagle3.chat import UnrenderableError, load_chat
+from eagle3.chat import Chat, UnrenderableError, load_chat
 from eagle3.console import progress, say
 from eagle3.engines import Engine, Generation, GenerationRequest, Message, Sampling, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of, range_of
 from eagle3.files.records import Record, RecordLog, read_records, write_records
+from eagle3.given import answer_as_given, is_given
 from eagle3.settings import Settings
 from eagle3.target import Target, load_target
 
@@ -81,12 +84,18 @@ def make(
     paths = [folder / f"shard-{number}.jsonl.zst" for number in range(settings.shards)]
     missing = [number for number, path in enumerate(paths) if not _is_complete(path, shards[number])]
     if missing:
-        run = _Run(settings, pinned, [[_Conversation(prompt) for prompt in shards[number]] for number in missing])
-        with open_engine(engine, machine, pinned, folder) as opened, RecordLog(folder / ".turns.jsonl") as log:
-            run.answer(opened, log)
-            identity = {"name": opened.name, **opened.versions}
-        for number, shard in zip(missing, run.shards, strict=True):
-            write_records(paths[number], (conversation.record(identity) for conversation in shard))
+        chat = load_chat(pinned)
+        asked = [[_Conversation(prompt) for prompt in shards[number] if not is_given(prompt)] for number in missing]
+        identity: dict[str, str] = {}
+        if any(asked):
+            run = _Run(settings, pinned, chat, asked)
+            with open_engine(engine, machine, pinned, folder) as opened, RecordLog(folder / ".turns.jsonl") as log:
+                run.answer(opened, log)
+                identity = {"name": opened.name, **opened.versions}
+        for number, conversations in zip(missing, asked, strict=True):
+            answered = (conversation.record(identity) for conversation in conversations)
+            given = answer_as_given(chat, [*filter(is_given, shards[number])], settings.template_kwargs)
+            write_records(paths[number], heapq.merge(answered, given, key=itemgetter("id")))
     return _counts(paths)
 
 
@@ -150,11 +159,13 @@ Wave = list[tuple[_Conversation, GenerationRequest]]
 class _Run:
     """The work on the conversations of one part."""
 
-    def __init__(self, settings: ResponsesSettings, target: Target, shards: Sequence[Sequence[_Conversation]]) -> None:
+    def __init__(
+        self, settings: ResponsesSettings, target: Target, chat: Chat, shards: Sequence[Sequence[_Conversation]]
+    ) -> None:
         self.shards = shards
         self._settings = settings
         self._sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
-        self._chat = load_chat(target)
+        self._chat = chat
         self._context: int | None = target.config.get("max_position_embeddings")
         conversations = sum(map(len, shards))
         share = settings.max_error_share

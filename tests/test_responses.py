@@ -92,6 +92,20 @@ def test_later_turns_see_the_targets_own_answers(stage: Stage, tmp_path: Path) -
     assert counts["generated tokens"] == sum(len(turn["token_ids"]) for turn in record["turns"])
 
 
+def test_given_answers_stand_beside_generated_ones(stage: Stage, tmp_path: Path) -> None:
+    told = [{"role": "user", "content": "four"}, {"role": "assistant", "content": "the cat sat"}]
+    held = [{"id": f"{number}" * 16, "source": "given", "messages": told} for number in (0, 8)]
+    prompts = sorted([*PROMPTS[:4], *held], key=lambda record: str(record["id"]))
+    stage(prompts, shards=2)
+    found = records(tmp_path / "out")
+    assert sorted(record["id"] for record in found) == [record["id"] for record in prompts]
+    assert {record["engine"]["name"] for record in found if record["source"] == "given"} == {"given"}
+    assert {record["engine"]["name"] for record in found if record["source"] == "s"} == {"toy"}
+    for path in (tmp_path / "out").glob("shard-*.zst"):
+        ids = [record["id"] for record in read_records(path)]
+        assert ids == sorted(ids)
+
+
 def test_every_prompt_has_one_record_in_a_sorted_shard(stage: Stage, tmp_path: Path) -> None:
     stage(PROMPTS, shards=3)
     shards = shard_bytes(tmp_path / "out")

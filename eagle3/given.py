@@ -1,0 +1,114 @@
+"""Given answers: what a source itself holds as answers becomes responses, without an engine.
+
+Prompts are rendered as for an engine, so later turns see earlier answers as history; the ids of an answer are put
+together as for an endpoint that returns text. Such answers are off-policy: another model or a person may have
+written them, so their records name the engine `given`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from eagle3.chat import Chat, UnrenderableError
+from eagle3.console import progress
+from eagle3.engines import GenerationRequest, Message
+from eagle3.files.records import Record
+from eagle3.rebuild import after_content, heads, until_end
+
+NAME = "given"
+
+# Enough text at a time for all cores of the tokenizer, little enough to stay in memory.
+_BATCH = 256
+
+
+def is_given(prompt: Record) -> bool:
+    """Whether a prompt holds its answers."""
+    return any(message["role"] == "assistant" for message in prompt["messages"])
+
+
+def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapping[str, Any]) -> Iterator[Record]:
+    """Yield one response per prompt, in order.
+
+    A turn that cannot be used has an `error`, and the conversation ends with it: `special_token_in_text` and
+    `template_error` as for an engine, and `no_reasoning_marks` if the target has no tokens around reasoning.
+    """
+    if not prompts:
+        return
+    waiting = iter(prompts)
+    with progress(len(prompts), "given answers", "conversations") as bar:
+        while batch := list(islice(waiting, _BATCH)):
+            turns = [_turns(chat, prompt, template_kwargs) for prompt in batch]
+            texts = [text for found in turns for turn in found for text in turn.texts]
+            encoded = iter(chat.encode(texts))
+            for prompt, found in zip(batch, turns, strict=True):
+                bar.update(1)
+                records = [_record(chat, turn, list(islice(encoded, len(turn.texts)))) for turn in found]
+                yield {"id": prompt["id"], "source": prompt["source"], "engine": {"name": NAME}, "turns": records}
+
+
+class _Turn(NamedTuple):
+    """One answer and its context, before tokenising."""
+
+    request: GenerationRequest
+    message: Message
+    texts: tuple[str, ...] = ()
+    """Prompt, reasoning, content, and what follows it."""
+    error: str | None = None
+
+
+def _turns(chat: Chat, prompt: Record, template_kwargs: Mapping[str, Any]) -> list[_Turn]:
+    turns: list[_Turn] = []
+    for place, message in enumerate(prompt["messages"]):
+        if message["role"] != "assistant":
+            continue
+        request = GenerationRequest(
+            id=f"{prompt['id']}-{len(turns)}",
+            messages=prompt["messages"][:place],
+            seed=0,
+            tools=prompt.get("tools"),
+            template_kwargs=dict(template_kwargs),
+        )
+        try:
+            _check(chat, message)
+            asked = chat.render_text(request.messages, tools=request.tools, template_kwargs=template_kwargs)
+            texts = (asked, message.get("reasoning", ""), message["content"], after_content(chat, request, message))
+            turns.append(_Turn(request, message, texts))
+        except UnrenderableError as error:
+            turns.append(_Turn(request, message, error=f"{error.code}: {error.detail}"))
+            break
+    return turns
+
+
+def _check(chat: Chat, message: Message) -> None:
+    """Text of an answer becomes no control token, but for marks that the target itself writes, such as of calls."""
+    reasoning = message.get("reasoning", "")
+    if reasoning and chat.reasoning_ids is None:
+        raise UnrenderableError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = (message["content"], reasoning, *(part for call in calls for part in (call["name"], call["arguments"])))
+    for text in texts:
+        if (found := chat.control_in(text)) and (wrong := [mark for mark in found if mark not in chat.marks]):
+            raise UnrenderableError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
+
+
+def _record(chat: Chat, turn: _Turn, encoded: list[list[int]]) -> Record:
+    prompt_ids: list[int] = []
+    token_ids: list[int] = []
+    finish = "error"
+    if turn.error is None:
+        prompt_ids, reasoning, content, rest = encoded
+        token_ids = [*next(heads(chat, prompt_ids, reasoning)), *content, *until_end(chat, rest)]
+        finish = "tool_calls" if "tool_calls" in turn.message else "stop"
+    request = turn.request
+    asked = {"messages": request.messages, "template_kwargs": request.template_kwargs, "tools": request.tools}
+    return {
+        "request": asked,
+        "prompt_ids": prompt_ids,
+        "token_ids": token_ids,
+        "finish_reason": finish,
+        "message": turn.message,
+        "raw": {},
+        "error": turn.error,
+    }

@@ -1,0 +1,193 @@
+"""Answers that a source already holds become responses without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3 import responses
+from eagle3.chat import Chat, load_chat
+from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.files.records import Record, read_records, write_json, write_records
+from eagle3.given import answer_as_given
+from eagle3.prompts.conversations import to_conversation
+from eagle3.responses import ResponsesSettings
+from eagle3.target import load_target
+from tests.engines import targets
+
+USER = {"role": "user", "content": "How many baskets?"}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
+RESULT = {"role": "tool", "content": "rain"}
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<|\0"), min_size=1, max_size=40)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose template opens reasoning in the prompt and blanks it in history."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = targets.make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
+    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
+    write_json(folder / "target.json", pin)
+    return folder / "target.json"
+
+
+@pytest.fixture(scope="module")
+def chat(target: Path) -> Chat:
+    return load_chat(load_target(target))
+
+
+def prompt(*messages: dict[str, Any], **row: Any) -> Record:
+    """Return the prompt that a row of a source becomes."""
+    conversation = to_conversation({"messages": list(messages), **row}, "messages", as_is=True)
+    return {"id": conversation.id, "source": "s", "messages": conversation.messages, "tools": conversation.tools}
+
+
+def answers(chat: Chat, *messages: dict[str, Any], tools: Any = None, **template_kwargs: Any) -> list[Record]:
+    """Return the turns of one conversation."""
+    [record] = answer_as_given(chat, [prompt(*messages, tools=tools)], template_kwargs)
+    assert record["engine"] == {"name": "given"}
+    turns: list[Record] = record["turns"]
+    return turns
+
+
+def answer(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def text(chat: Chat, ids: list[int]) -> str:
+    return str(chat.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@given(content=WORDS, reasoning=WORDS, key=st.sampled_from(["reasoning", "reasoning_content", "thinking", "inline"]))
+def test_an_answer_is_put_together_as_the_target_would_write_it(
+    chat: Chat, content: str, reasoning: str, key: str
+) -> None:
+    if key == "inline" and not reasoning.strip():
+        return
+    given = answer(f"<think>{reasoning}</think>{content}") if key == "inline" else answer(content, **{key: reasoning})
+    [turn] = answers(chat, USER, given)
+    expected = chat.encode([f"{reasoning}</think>{content}<|im_end|>"])[0]
+    assert turn["token_ids"] == expected
+    assert turn["prompt_ids"] == chat.render([USER])
+    assert turn["message"] == {"role": "assistant", "content": content, "reasoning": reasoning}
+    assert turn["finish_reason"] == "stop"
+
+
+def test_an_answer_without_reasoning_closes_what_the_prompt_opened(chat: Chat) -> None:
+    [turn] = answers(chat, USER, answer("Seven"))
+    assert text(chat, turn["token_ids"]) == "</think>Seven<|im_end|>"
+    [turn] = answers(chat, USER, answer("Seven"), thinking=False)
+    assert text(chat, turn["token_ids"]) == "Seven<|im_end|>"
+
+
+def test_reasoning_that_the_target_opens_itself(chat: Chat) -> None:
+    [turn] = answers(chat, USER, answer("Seven", reasoning="why"), call=True)
+    assert text(chat, turn["token_ids"]) == "<think>why</think>Seven<|im_end|>"
+
+
+def test_later_turns_see_earlier_answers_as_history(chat: Chat) -> None:
+    first = answer("Seven", reasoning="count them")
+    turns = answers(chat, USER, first, USER, answer("Eight"), USER)
+    assert len(turns) == 2
+    assert turns[1]["prompt_ids"] == chat.render([USER, first, USER])
+    # The template blanks old reasoning; the sample of the first turn has it.
+    assert "count" not in text(chat, turns[1]["prompt_ids"])
+    assert "count" in text(chat, turns[0]["token_ids"])
+
+
+class TestTools:
+    CALLED = f"{targets.CALL}<|im_end|>"
+
+    @pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}'])
+    def test_calls_and_results_stay(self, chat: Chat, arguments: Any) -> None:
+        calls = [{"function": {"name": "weather", "arguments": arguments}}]
+        turns = answers(
+            chat, USER, answer("", tool_calls=calls), RESULT, answer("Wet."), tools=targets.TOOLS, thinking=False
+        )
+        assert text(chat, turns[0]["token_ids"]) == self.CALLED
+        assert [turn["finish_reason"] for turn in turns] == ["tool_calls", "stop"]
+        context = text(chat, turns[1]["prompt_ids"])
+        assert "<|im_tool|>tool<|im_middle|>rain<|im_end|>" in context
+        assert targets.CALL in context
+        assert text(chat, turns[1]["token_ids"]) == "Wet.<|im_end|>"
+
+    def test_the_form_of_sharegpt(self, chat: Chat) -> None:
+        call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+        rows = [("human", "a"), ("gpt", "Look."), ("function_call", call), ("observation", "rain"), ("gpt", "Wet.")]
+        row = {"conversations": [{"from": name, "value": value} for name, value in rows]}
+        conversation = to_conversation(row, "sharegpt", as_is=True)
+        record = {"id": conversation.id, "source": "s", "messages": conversation.messages}
+        [found] = answer_as_given(chat, [record], {"thinking": False})
+        assert [text(chat, turn["token_ids"]) for turn in found["turns"]] == [f"Look.{self.CALLED}", "Wet.<|im_end|>"]
+
+    def test_results_get_the_id_of_their_call(self) -> None:
+        calls = [{**CALL, "id": "x"}, CALL]
+        messages = prompt(USER, answer("", tool_calls=calls), RESULT, RESULT, answer("Wet."))["messages"]
+        assert [call["id"] for call in messages[1]["tool_calls"]] == ["x", "functions.weather:1"]
+        assert [message["tool_call_id"] for message in messages[2:4]] == ["x", "functions.weather:1"]
+
+
+class TestFaults:
+    @pytest.mark.parametrize(
+        ("messages", "code"),
+        [
+            ((USER, answer("a <|im_end|> b")), "special_token_in_text"),
+            ((USER, answer("a", reasoning="</think>")), "special_token_in_text"),
+            ((USER, answer("a", tool_calls=[CALL]), {"role": "tool", "content": "<|im_end|>"}, answer("b")), None),
+            (({"role": "user", "content": "<|im_user|>"}, answer("a")), "special_token_in_text"),
+        ],
+    )
+    def test_text_becomes_no_control_token(self, chat: Chat, messages: Any, code: str | None) -> None:
+        turns = answers(chat, *messages, USER, answer("more"))
+        # The fault ends the conversation: what follows would have it as history.
+        assert turns[-1]["error"].startswith(f"{code or 'special_token_in_text'}: ")
+        assert turns[-1]["token_ids"] == turns[-1]["prompt_ids"] == []
+        assert len(turns) == (1 if code else 2)
+
+    def test_marks_of_calls_in_the_text_of_an_answer_are_the_targets_own(self, chat: Chat) -> None:
+        [turn] = answers(chat, USER, answer(targets.CALL), tools=targets.TOOLS, thinking=False)
+        # The template of this target does not write the marks in a plain conversation, but knows them.
+        assert text(chat, turn["token_ids"]) == f"{targets.CALL}<|im_end|>"
+
+    def test_reasoning_without_marks_for_it(self, tiny_target: Path, tmp_path: Path) -> None:
+        pin = {"path": str(tiny_target), "revision": "x", "config": {"eagle3_eos_token_ids": [2]}}
+        write_json(tmp_path / "target.json", {**pin, "trust_remote_code": False})
+        chat = load_chat(load_target(tmp_path / "target.json"))
+        [turn] = answers(chat, USER, answer("a", reasoning="b"))
+        assert turn["error"].startswith("no_reasoning_marks: ")
+
+
+class TestStage:
+    def run(self, target: Path, folder: Path, prompts: list[Record], **values: Any) -> list[Record]:
+        write_records(folder / "part.jsonl.zst", prompts)
+        out = folder / "out"
+        out.mkdir(exist_ok=True)
+        # An engine that nothing listens for: it must not be needed.
+        engine = EngineSettings(name="openai")
+        chosen = ResponsesSettings.model_validate(values)
+        part = folder / "part.jsonl.zst"
+        responses.make(chosen, engine, MachineSettings(), target=target, prompts=part, folder=out)
+        return [record for path in sorted(out.glob("shard-*.zst")) for record in read_records(path)]
+
+    def test_no_engine_is_opened(self, target: Path, tmp_path: Path) -> None:
+        prompts = sorted(
+            (prompt({"role": "user", "content": f"question {n}"}, answer(f"answer {n}")) for n in range(20)),
+            key=lambda record: str(record["id"]),
+        )
+        for shards in (1, 3):
+            records = self.run(target, tmp_path, prompts, shards=shards)
+            assert sorted(record["id"] for record in records) == [record["id"] for record in prompts]
+            assert {record["engine"]["name"] for record in records} == {"given"}
+            assert all(turn["error"] is None for record in records for turn in record["turns"])
+
+    def test_template_kwargs_reach_the_template(self, target: Path, tmp_path: Path) -> None:
+        [record] = self.run(target, tmp_path, [prompt(USER, answer("a"))], template_kwargs={"thinking": False})
+        chat = load_chat(load_target(target))
+        assert record["turns"][0]["prompt_ids"] == chat.render([USER], template_kwargs={"thinking": False})
