@@ -1,7 +1,7 @@
 """Samples: raw responses become clean token samples with spans; what is not clean is rejected with a reason.
 
 A sample is one generation: the prompt's ids and the generated ids, exactly as the engine saw and produced them. Its
-span is the generated part. Nothing is rendered or tokenized again.
+span is the generated part. Nothing is rendered or tokenized again. Samples of given answers are marked `off_policy`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from eagle3.chat import Chat, load_chat
 from eagle3.console import progress
 from eagle3.files.records import Record, RecordWriter, read_records, write_json
+from eagle3.given import NAME as GIVEN
+from eagle3.repetition import loop_period
 from eagle3.settings import Settings
 from eagle3.target import load_target
-
-# A shorter repetition is a ruler or a row of digits, not a loop.
-_LOOP_TOKENS = 32
 
 
 class SamplesSettings(Settings):
@@ -38,7 +36,7 @@ class SamplesSettings(Settings):
     require_reasoning: bool = False
     """Reject answers without reasoning. Set it for a target that is served thinking."""
     max_repeats: int = Field(default=8, ge=2)
-    """Reject an answer that ends in the same passage repeated more often than this, over 32 tokens at least."""
+    """Reject an answer with a passage that stands in it more often than this in a row, over 32 tokens at least."""
     allowed_tokens: tuple[str, ...] = ()
     """Special tokens that belong inside answers although the template also divides turns by them (gpt-oss:
     `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`)."""
@@ -70,7 +68,7 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
         RecordWriter(folder / "rejects.jsonl.zst") as rejects,
         progress(None, "samples", "answers") as bar,
     ):
-        for source, id, turn in _turns(responses):
+        for source, id, engine, turn in _turns(responses):
             bar.update(1)
             try:
                 sample, reasoning = cleaner.clean(turn)
@@ -79,6 +77,8 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
                 reason = {"reason": fault.code, "detail": fault.detail}
                 rejects.write({"id": id, "source": source, **reason, "record": turn})
             else:
+                if engine == GIVEN:
+                    sample["off_policy"] = True
                 stats.accepted(source, sample, reasoning)
                 conversation, _, number = id.rpartition("-")
                 origin = {"conversation": conversation, "source": source, "turn": int(number)}
@@ -89,12 +89,12 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     return {**found["total"], "supervised share": found["supervised_share"]}
 
 
-def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, Record]]:
-    """Yield source, sample id and record of every generation."""
+def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, str | None, Record]]:
+    """Yield source, sample id, name of the engine and record of every generation."""
     for path in responses:
         for record in read_records(path):
             for number, turn in enumerate(record["turns"]):
-                yield record["source"], f"{record['id']}-{number}", turn
+                yield record["source"], f"{record['id']}-{number}", record["engine"].get("name"), turn
 
 
 class _Cleaner:
@@ -183,24 +183,6 @@ class _Cleaner:
         sample["cut"] = True
 
 
-def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
-    """Return the length of the passage that `ids` ends in more than `max_repeats` times in a row, if any.
-
-    The last repetition may be broken off. Repetitions count from 32 tokens on.
-    """
-    backwards = np.asarray(ids)[::-1]
-    longest = len(backwards) // (max_repeats + 1)
-    if not longest:
-        return None
-    for period in np.flatnonzero(backwards[1 : longest + 1] == backwards[0]) + 1:
-        length = max(max_repeats * period, _LOOP_TOKENS - period)
-        if length + period <= len(backwards) and np.array_equal(
-            backwards[:length], backwards[period : period + length]
-        ):
-            return int(period)
-    return None
-
-
 class _Stats:
     """Counts per source and reason, and histograms of lengths."""
 
@@ -217,6 +199,7 @@ class _Stats:
         [[start, end]] = sample["spans"]
         counts = self._sources[source]
         counts.update(rows=1, samples=1, tokens=end, generated=end - start, cut=int("cut" in sample))
+        counts["off_policy"] += "off_policy" in sample
         counts["truncated"] += sample["finish_reason"] == "length"
         lengths = {"prompt": start, "reasoning": reasoning, "answer": end - start - reasoning}
         for name, length in lengths.items():

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from eagle3 import samples
 from eagle3.chat import Chat, load_chat
 from eagle3.files.records import Record, read_json, read_records, write_json, write_records
-from eagle3.samples import SamplesSettings, loop_period
+from eagle3.samples import SamplesSettings
 from eagle3.target import load_target
 
 IM_START, IM_END = 1, 2
@@ -135,6 +135,8 @@ def test_every_turn_is_a_sample_of_its_own(stage: Stage, chat: Chat, target: Pat
         ("the <|endoftext|> more", {}, {"allowed_tokens": ["<|endoftext|>"]}, None),
         (" the cat sat on the moon" * 12, {}, {}, "repetition"),
         (" the cat sat on the moon" * 6, {}, {}, None),
+        (" the cat sat on the moon" * 6, {}, {"max_repeats": 4}, "repetition"),
+        ("hello," + " the cat sat on the moon" * 12 + ", and so on: list three colours, Ada", {}, {}, "repetition"),
         ("the cat sat", {}, {"require_reasoning": True}, "reasoning_missing"),
         ("the cat sat", {"message": {"content": "sat", "reasoning": "the cat"}}, {}, "reasoning_lost"),
         ("the cat sat on a mat", {}, {"max_length": 20, "too_long": "reject"}, "too_long"),
@@ -205,24 +207,6 @@ def test_a_long_sample_is_cut_at_the_limit_and_marked(
     assert bool(stage.samples) == (len(answered["prompt_ids"]) < max_length)
 
 
-@given(
-    head=st.lists(st.integers(0, 3), max_size=60),
-    passage=st.lists(st.integers(0, 3), min_size=1, max_size=9),
-    times=st.integers(1, 12),
-    max_repeats=st.integers(2, 5),
-)
-def test_loops_are_found_as_by_hand(head: list[int], passage: list[int], times: int, max_repeats: int) -> None:
-    ids = head + passage * times
-
-    def looping(period: int) -> bool:
-        length = max((max_repeats + 1) * period, 32)
-        tail = ids[-length:]
-        return len(ids) >= length and all(a == b for a, b in zip(tail, tail[period:], strict=False))
-
-    periods = [period for period in range(1, len(ids) // (max_repeats + 1) + 1) if looping(period)]
-    assert loop_period(ids, max_repeats) == (periods[0] if periods else None)
-
-
 def test_counts_and_histograms_add_up(stage: Stage, chat: Chat) -> None:
     turns = [turn(chat, "the cat sat on a mat"), turn(chat, ""), turn(chat, "add two numbers: 12 + 30 = 42")]
     counts = stage.run(*turns)
@@ -232,6 +216,19 @@ def test_counts_and_histograms_add_up(stage: Stage, chat: Chat) -> None:
     assert stats["sources"]["s0"]["samples"] == 2
     assert sum(stats["lengths"]["answer"].values()) == 2
     assert counts["generated"] == sum(end - start for sample in stage.samples for start, end in sample["spans"])
+
+
+def test_given_answers_are_marked_and_counted(target: Path, chat: Chat, tmp_path: Path) -> None:
+    turns = [turn(chat, "the cat sat on a mat"), turn(chat, "add two numbers: 12 + 30 = 42")]
+    records = [
+        {"id": f"{number:016x}", "source": "s", "engine": {"name": name}, "turns": [turns[number]]}
+        for number, name in enumerate(("given", "vllm"))
+    ]
+    write_records(tmp_path / "shard.jsonl.zst", records)
+    counts = samples.make(SamplesSettings(), target=target, responses=[tmp_path / "shard.jsonl.zst"], folder=tmp_path)
+    found = {record["id"]: record.get("off_policy") for record in read_records(tmp_path / "samples.jsonl.zst")}
+    assert found == {f"{0:016x}-0": True, f"{1:016x}-0": None}
+    assert counts["off_policy"] == read_json(tmp_path / "stats.json")["sources"]["s"]["off_policy"] == 1
 
 
 def test_the_number_of_shards_changes_no_sample(stage: Stage, chat: Chat) -> None:

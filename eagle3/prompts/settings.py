@@ -67,6 +67,8 @@ class SourceSettings(Settings):
     def _has_one_place(self) -> SourceSettings:
         if sum((self.path is not None, self.self, self.hub is not None)) != 1:
             raise ValueError("exactly one of `path`, `self: true` and `hub`")
+        if self.self and self.answers == "as_is":
+            raise ValueError("what the target writes itself has no answers: `self: true` needs `answers: regenerate`")
         return self
 
 
@@ -105,3 +107,8 @@ class PromptsSettings(Settings):
     def written(self) -> bool:
         """Whether the target is to write prompts itself."""
         return any(source.self for source in self.sources)
+
+    @property
+    def regenerate(self) -> bool:
+        """Whether the target is to answer anything."""
+        return any(source.answers == "regenerate" for source in self.sources)

@@ -22,7 +22,7 @@ rule responses_part:
     resources:
         mem_mb=4000,
         runtime=1440,
-        gpu=GPUS,
+        gpu=GPUS if FLOW.config.prompts.regenerate else 0,
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("responses"),

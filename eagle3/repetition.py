@@ -1,0 +1,62 @@
+"""Loops: a model that runs in circles says the same passage over and over, at the end of its answer or in the midst."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A shorter repetition is a ruler or a row of digits, not a loop.
+LOOP_TOKENS = 32
+
+_NGRAM = 8
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
+    """Return the length of a passage that stands in `ids` more than `max_repeats` times in a row, if there is one.
+
+    Repetitions count from 32 tokens on. The passage may be broken off in its last repetition only if it is whole
+    more than `max_repeats` times without it. Takes linear time: one pass finds, for every 8 tokens, how far back
+    they stood last; a loop shows in one distance that comes again and again. (A passage in which every 8 tokens in
+    a row stand twice would be missed; up to 9 tokens that cannot be.)
+
+    Args:
+        ids: [n].
+        max_repeats: at least 2.
+    """
+    array = np.asarray(ids, dtype=np.int64)
+    if len(array) < max(LOOP_TOKENS, max_repeats + 1):
+        return None
+    distances = Counter(_distances(array))
+    # The first passage has nothing before it; what is nearer than 8 tokens to the start of the second may not, either.
+    for period, count in sorted(distances.items()):
+        least = max((max_repeats + 1) * period, LOOP_TOKENS)
+        if count >= (least - period - _NGRAM) // period and least <= len(array):
+            same = array[period:] == array[:-period]
+            if _longest_run(same) >= least - period:
+                return period
+    return None
+
+
+def _distances(array: NDArray[np.int64]) -> list[int]:
+    """Return, for every 8 tokens that stood before, how far back they stood last."""
+    hashes = array.astype(np.uint64)
+    # Of 1, 2 and 4 tokens each are made those of 2, 4 and 8; equal tokens give equal hashes, and others hardly ever.
+    for size in (1, 2, 4):
+        hashes = (hashes[:-size] ^ (hashes[:-size] >> np.uint64(29))) * _FACTOR + hashes[size:]
+    last: dict[int, int] = {}
+    found = []
+    for place, value in enumerate(hashes.tolist()):
+        if (before := last.get(value)) is not None:
+            found.append(place - before)
+        last[value] = place
+    return found
+
+
+def _longest_run(same: NDArray[np.bool_]) -> int:
+    """Return the length of the longest stretch of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]])))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
