@@ -13,6 +13,8 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of
 from eagle3.files.records import Record, read_json, read_records, write_records
 
+FILES = ("train.jsonl.zst", "eval.jsonl.zst", "rejects.jsonl.zst")
+
 
 def samples_of(source: str, conversations: int, turns: int = 2) -> list[Record]:
     return [
@@ -44,7 +46,7 @@ def split(folder: Path) -> tuple[list[Record], list[Record]]:
 
 
 def content(folder: Path) -> list[bytes]:
-    return [(folder / name).read_bytes() for name in ("train.jsonl.zst", "eval.jsonl.zst", "stats.json")]
+    return [(folder / name).read_bytes() for name in (*FILES, "stats.json")]
 
 
 def test_every_sample_is_on_one_side_and_conversations_stay_whole(tmp_path: Path) -> None:
@@ -142,3 +144,50 @@ def test_what_a_killed_run_left_does_not_matter(tmp_path: Path) -> None:
     (folder / "train.jsonl.zst").write_bytes(b"from before")
     run(folder, samples_of("a", 30))
     assert content(tmp_path / "a") == content(folder)
+
+
+class TestDuplicates:
+    """Equal answers of a source, above a length."""
+
+    def samples(self, source: str, answers: list[list[int]]) -> list[Record]:
+        found = samples_of(source, len(answers), turns=1)
+        for number, (record, answer) in enumerate(zip(found, answers, strict=True)):
+            record |= {"input_ids": [1, number, *answer], "spans": [[2, 2 + len(answer)]]}
+        return found
+
+    def test_one_stays_whatever_the_order_and_the_parts(self, tmp_path: Path) -> None:
+        answers = [[number % 5] * 40 for number in range(20)]
+        everything = self.samples("a", answers)
+        contents = []
+        for name, parts in (("x", [everything]), ("y", [everything[::-1][:7], everything[::-1][7:]])):
+            counts = run(tmp_path / name, *parts)
+            contents.append(content(tmp_path / name))
+        assert contents[0] == contents[1]
+        assert counts["rejects"] == {"duplicate_response": 15}
+        assert counts["rows"] == 20 == counts["train samples"] + counts["eval samples"] + 15
+        kept = {record["id"]: record["input_ids"][2] for side in split(tmp_path / "x") for record in side}
+        assert sorted(kept.values()) == [0, 1, 2, 3, 4]
+        for reject in read_records(tmp_path / "x" / "rejects.jsonl.zst"):
+            first = min(
+                record["id"] for record in everything if record["input_ids"][2:] == reject["record"]["input_ids"][2:]
+            )
+            assert (reject["reason"], reject["detail"]) == ("duplicate_response", f"as {first}")
+            assert kept[first] == reject["record"]["input_ids"][2]
+            assert reject["id"] > first
+
+    def test_short_ones_may_be_the_same(self, tmp_path: Path) -> None:
+        everything = self.samples("a", [[7] * 31] * 4 + [[8] * 31 + [9]] * 3)
+        assert run(tmp_path, everything)["rejects"] == {"duplicate_response": 2}
+        assert run(tmp_path, everything, duplicate_tokens=33)["rejects"] == {}
+
+    def test_another_source_changes_nothing(self, tmp_path: Path) -> None:
+        one, other = (self.samples(source, [[number] * 40 for number in range(20)]) for source in "ab")
+        run(tmp_path / "x", one)
+        counts = run(tmp_path / "y", one, other)
+        assert counts["rejects"] == {}
+        for before, after in zip(split(tmp_path / "x"), split(tmp_path / "y"), strict=True):
+            assert before == [record for record in after if record["source"] == "a"]
+
+    def test_a_conversation_left_without_a_sample_is_not_held_out(self, tmp_path: Path) -> None:
+        counts = run(tmp_path, self.samples("a", [[7] * 40] * 30 + [[8] * 40]), eval_fraction=0.9)
+        assert (counts["conversations"], counts["train samples"], counts["eval samples"]) == (2, 1, 1)

@@ -1,10 +1,11 @@
 rule dataset:
-    """Merge all samples, shuffle them by hash and hold out whole conversations."""
+    """Merge all samples, reject answers that repeat others, shuffle by hash and hold out whole conversations."""
     input:
         samples=expand("<results>/samples/part-{part}/samples.jsonl.zst", part=PARTS),
     output:
         train="<results>/dataset/train.jsonl.zst",
         evaluation="<results>/dataset/eval.jsonl.zst",
+        rejects="<results>/dataset/rejects.jsonl.zst",
         stats="<results>/dataset/stats.json",
         manifest="<results>/dataset/manifest.json",
     log:
