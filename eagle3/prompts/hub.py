@@ -28,10 +28,13 @@ def read_hub(settings: HubSettings) -> Iterator[Row]:
             remedy='pip install -e ".[hub]"',
         ) from None
     try:
-        table = datasets.load_dataset(
-            settings.dataset, settings.subset, split=settings.split, revision=settings.revision
-        )
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        builder = datasets.load_dataset_builder(settings.dataset, settings.subset, revision=settings.revision)
+        # Without a network the library takes whatever commit its cache holds, and before the hub a folder of that name.
+        if builder.hash != settings.revision:
+            raise LookupError(f"the cache, or a folder of that name, holds another version: {builder.hash}")
+        builder.download_and_prepare()
+        table = builder.as_dataset(split=settings.split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, LookupError) as error:
         raise Eagle3Error(
             "a data set of the hub cannot be read",
             where=f"`prompts.sources`, {settings.dataset} at {settings.revision}, split {settings.split}",
