@@ -200,18 +200,24 @@ def acceptance_served(
 def report(
     context: typer.Context,
     output: Output,
+    target: TargetFile,
+    train: Annotated[Path, typer.Option(help="Training samples (dataset/train.jsonl.zst).")],
     training_log: Annotated[Path, typer.Option(help="log.jsonl of the draft.")],
     draft_metrics: Annotated[Path, typer.Option(help="metrics.json of the draft.")],
+    prompts_stats: Annotated[Path, typer.Option(help="stats.json of the prompts.")],
     dataset_stats: Annotated[Path, typer.Option(help="stats.json of the dataset.")],
     vocabulary_stats: Annotated[Path, typer.Option(help="stats.json of the vocabulary.")],
     simulated: Annotated[Path, typer.Option(help="acceptance.json, simulated.")],
     served: Annotated[Path, typer.Option(help="acceptance.json, served.")],
     stats: Annotated[list[Path], typer.Argument(help="stats.json of all samples and of all hidden states.")],
 ) -> None:
-    """Draw what the run found: training curves, acceptance, lengths, rejects and coverage."""
+    """Show what the run found: training curves, acceptance, lengths, rejects, coverage, and a few samples."""
     inputs = {
+        "target": target,
+        "train": train,
         "training_log": training_log,
         "draft_metrics": draft_metrics,
+        "prompts_stats": prompts_stats,
         "dataset_stats": dataset_stats,
         "vocabulary_stats": vocabulary_stats,
         "acceptance": [simulated, served],

@@ -1,10 +1,10 @@
-"""Show records in the terminal: a sample's text with what the target generated in colour."""
+"""Show records in the terminal: a sample's text, coloured by who wrote it."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.pretty import pprint
@@ -12,7 +12,18 @@ from rich.text import Text
 
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_records
+from eagle3.roles import ROLES, Roles
 from eagle3.target import load_target
+
+STYLES = {
+    "system": "magenta",
+    "user": "cyan",
+    "tool": "blue",
+    "history": "green",
+    "reasoning": "yellow",
+    "answer": "green",
+    "special": "red",
+}
 
 
 def show_records(file: Path, *, sample: str | None, target: Path | None, count: int) -> None:
@@ -25,38 +36,49 @@ def show_records(file: Path, *, sample: str | None, target: Path | None, count: 
     if not records:
         raise Eagle3Error("no such record", where=file, found=sample, remedy="leave out --sample to see the first ids")
     console = Console()
-    tokenizer = _tokenizer(file, target) if "input_ids" in records[0] else None
-    for record in records:
-        if tokenizer is None:
+    if "input_ids" not in records[0]:
+        for record in records:
             pprint(record, console=console, max_string=400)
-            continue
-        console.rule(f"{record['id']}  ·  {record['source']}  ·  {len(record['input_ids'])} tokens")
-        console.print(coloured(record, tokenizer), soft_wrap=True)
+        return
+    roles = _roles(file, target)
+    console.print(legend())
+    for record in records:
+        supervised = sum(end - start for start, end in record["spans"])
+        facts = [record["id"], record["source"], f"{len(record['input_ids'])} tokens, {supervised} trained on"]
+        facts += [name.replace("_", "-") for name in ("off_policy", "cut") if record.get(name)]
+        console.rule("  ·  ".join(facts))
+        console.print(coloured(record, roles), soft_wrap=True)
 
 
-def coloured(sample: Record, tokenizer: Any) -> Text:
-    """Return a sample's text: the prompt dim, what the target generated green; one piece per stretch of tokens."""
-    ids, text, done = sample["input_ids"], Text(), 0
-    for start, end in sample["spans"]:
-        text.append(tokenizer.decode(ids[done:start]), style="dim")
-        text.append(tokenizer.decode(ids[start:end]), style="bold green")
-        done = end
-    text.append(tokenizer.decode(ids[done:]), style="dim")
+def legend() -> Text:
+    """Return the names of the roles in their colours."""
+    names = [Text(role, style=_style(role, generated=role in ("reasoning", "answer"))) for role in ROLES]
+    return Text("  ").join([*names, Text("trained on", style="bold underline")])
+
+
+def coloured(sample: Record, roles: Roles) -> Text:
+    """Return a sample's text, coloured by role; what is trained on is bold and underlined."""
+    text = Text()
+    for segment in roles.segments(sample):
+        text.append(segment.text, style=_style(segment.role, generated=segment.generated))
     return text
 
 
-def _chosen(file: Path, sample: str | None, count: int) -> Any:
+def _style(role: str, *, generated: bool) -> str:
+    return f"bold underline {STYLES[role]}" if generated else STYLES[role]
+
+
+def _chosen(file: Path, sample: str | None, count: int) -> Iterator[Record]:
     records = read_records(file)
     if sample is None:
         return itertools.islice(records, count)
     return (record for record in records if record["id"] == sample)
 
 
-def _tokenizer(file: Path, target: Path | None) -> Any:
-    from transformers import AutoTokenizer
+def _roles(file: Path, target: Path | None) -> Roles:
+    from eagle3.chat import load_chat
 
     pin = target or next((f / "target/target.json" for f in file.absolute().parents if (f / "target").is_dir()), None)
     if pin is None:
         raise Eagle3Error("token ids cannot be shown as text", where=file, remedy="add --target target.json")
-    found = load_target(pin)
-    return AutoTokenizer.from_pretrained(found.path, trust_remote_code=found.trust_remote_code)
+    return Roles(load_chat(load_target(pin)))

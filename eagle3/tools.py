@@ -77,7 +77,7 @@ def show(
     target: Annotated[Path | None, typer.Option(help="target.json, to turn ids into text.")] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 3,
 ) -> None:
-    """Show samples as text, what the target generated in colour."""
+    """Show samples as text, coloured by who wrote it: system, user, reasoning, answer, special tokens."""
     from eagle3.show import show_records
 
     show_records(file, sample=sample, target=target, count=count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from docutils.core import publish_parts  # type: ignore[import-untyped]
 
 from eagle3 import report
 from eagle3.acceptance import Drafted, summarise
+from eagle3.chat import load_chat
 from eagle3.dataset import DatasetSettings
 from eagle3.dataset import make as make_dataset
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import write_json, write_records
+from eagle3.target import load_target
+from tests.engines.targets import make_tokenizer
 
 SOURCES = ("chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation")
 CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"
@@ -32,9 +36,12 @@ Reported = tuple["Run", Path, dict[str, Any]]
 class Run:
     """The inputs of a report, as `report.make` takes them."""
 
+    target: Path
+    train: Path
     training_log: Path
     draft_metrics: Path
     acceptance: tuple[Path, ...]
+    prompts_stats: Path
     samples_stats: tuple[Path, ...]
     dataset_stats: Path
     vocabulary_stats: Path
@@ -71,15 +78,20 @@ def write_run(files: Path) -> Run:
     parts = (files / "samples-0.json", files / "samples-1.json")
     for part in parts:
         write_json(part, samples_stats({"repetition": 9, "too_short": 3, "no_end_of_turn": 1}))
+    prompts = {source: {"rows": 12, "prompts": 11, "rejects": {"empty_message": 1}} for source in SOURCES}
+    write_json(files / "prompts.json", {"sources": prompts})
     write_json(files / "vocabulary.json", vocabulary_stats())
     lengths = {"acceptance_length": 2.08, "expected_acceptance_length": 2.05}
     write_json(files / "metrics.json", {"steps": 600, "skipped_steps": 0, **lengths})
     write_json(files / "states.json", {"stored": 500, "failed": {}, "bytes": 4e8, "teacher_agreement": 0.998})
     write_log(files / "log.jsonl", 600)
     return Run(
+        write_target(files),
+        write_train(files),
         files / "log.jsonl",
         files / "metrics.json",
         acceptance,
+        files / "prompts.json",
         parts,
         dataset_stats(files),
         files / "vocabulary.json",
@@ -100,14 +112,60 @@ def drafted(seed: int, sources: tuple[str, ...]) -> list[Drafted]:
 
 def samples_stats(rejects: dict[str, int]) -> dict[str, Any]:
     kept = 240
+    names = [SOURCES[number % len(SOURCES)] for number in range(kept)]
+    sources = {
+        source: {
+            "rows": names.count(source),
+            "samples": names.count(source),
+            "tokens": 900,
+            "generated": 300,
+            "rejects": {},
+        }
+        for source in SOURCES
+    }
+    sources["code"] |= {"rows": names.count("code") + sum(rejects.values()), "rejects": rejects, "off_policy": 20}
     return {
-        "total": {"rows": kept + sum(rejects.values()), "samples": kept, "rejects": rejects},
+        "sources": sources,
+        "total": {"off_policy": 20, "rows": kept + sum(rejects.values()), "samples": kept, "rejects": rejects},
         "lengths": {
             "prompt": {"16": 6, "32": 80, "64": 85, "128": 20, "256": 49},
             "reasoning": {"0": kept},
             "answer": {"8": 7, "16": 11, "32": 22, "64": 40, "128": 160},
         },
     }
+
+
+def write_target(files: Path) -> Path:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(files / "model")
+    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
+    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
+    write_json(files / "target.json", pin)
+    return files / "target.json"
+
+
+def write_train(files: Path) -> Path:
+    """Write samples of a target that thinks; the first source gives most of them."""
+    chat = load_chat(load_target(files / "target.json"))
+    records = []
+    for number in range(40):
+        source = SOURCES[max(0, number - 30) % len(SOURCES)]
+        asked = [
+            {"role": "system", "content": "Be brief & kind."},
+            {"role": "user", "content": f"{number} < {source}?"},
+        ]
+        history = [{"role": "assistant", "content": "It depends."}, {"role": "user", "content": "Well?"}]
+        prompt = chat.render(asked + history)
+        answer = chat.encode([f"some apples are red</think>Seven baskets{' and more' * 900}!<|im_end|>"])[0]
+        record = {
+            "id": f"{number:016x}-1",
+            "source": source,
+            "input_ids": prompt + answer,
+            "off_policy": source == "code",
+        }
+        records.append(record | {"spans": [[len(prompt), len(prompt) + len(answer)]]})
+    write_records(files / "train.jsonl.zst", records)
+    return files / "train.jsonl.zst"
 
 
 def vocabulary_stats() -> dict[str, Any]:
@@ -151,7 +209,7 @@ def texts(svg: Path) -> list[str]:
 def test_every_figure_and_the_summary_are_written_whole_and_small(reported: Reported) -> None:
     _, folder, counts = reported
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [report.SUMMARY, *(f"{name}.svg" for name in report.FIGURES)]
+        [report.SUMMARY, report.SAMPLES, *(f"{name}.svg" for name in report.FIGURES)]
     )
     assert all(path.stat().st_size < 150_000 for path in folder.iterdir())
     assert all("no figures" not in texts(folder / f"{name}.svg") for name in report.FIGURES)
@@ -199,7 +257,8 @@ def test_a_source_that_was_not_served_is_still_drawn(run: Run, tmp_path: Path) -
 def test_without_a_single_measurement_the_figures_say_so(run: Run, tmp_path: Path) -> None:
     write_log(run.training_log, 0)
     for path in run.samples_stats:
-        write_json(path, {"total": {"rows": 0, "samples": 0, "rejects": {}}, "lengths": {"answer": {}}})
+        empty = {"rows": 0, "samples": 0, "rejects": {}}
+        write_json(path, {"sources": {}, "total": empty, "lengths": {"answer": {}}})
     write_json(run.vocabulary_stats, {"size": 320, "coverage": 1.0, "sources": {}})
     folder = tmp_path / "report"
     replace(run, acceptance=()).report(folder)
@@ -232,21 +291,63 @@ def test_the_summary_stands_alone_and_escapes_what_it_quotes(run: Run, tmp_path:
     assert rows["agreement with the engine&#x27;s own next token"] == "0.998"
 
 
+def grid(page: str, caption: str) -> dict[str, dict[str, str]]:
+    """Return a table of the summary: row -> heading -> text."""
+    table = page.partition(f"<caption>{caption}</caption>")[2].partition("</table>")[0]
+    headings = re.findall(r"<th>(.*?)</th>", table)[1:]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
+    return {name: dict(zip(headings, values, strict=True)) for name, *values in rows}
+
+
+def test_every_source_has_its_counts_and_reasons(reported: Reported) -> None:
+    _, folder, _ = reported
+    page = (folder / report.SUMMARY).read_text(encoding="utf-8")
+    sources = grid(page, "Sources")
+    assert list(sources) == sorted(SOURCES)
+    expected = {"rows": "12", "prompts": "11", "off-policy": "40", "tokens": "1,800", "supervised": "0.333"}
+    assert {name: sources["code"][name] for name in expected} == expected
+    assert sources["code"]["covered"] == "0.972"
+    kept = [Counter(SOURCES[number % len(SOURCES)] for number in range(240))[name] for name in ("code", "chat")]
+    assert [sources[name]["answers"] for name in ("code", "chat")] == [str(2 * (kept[0] + 13)), str(2 * kept[1])]
+    reasons = grid(page, "Rejected, by stage and reason")
+    assert reasons["samples: repetition"] == {**dict.fromkeys(SOURCES, ""), "code": "18", "in all": "18"}
+    assert reasons["prompts: empty_message"]["in all"] == "7"
+
+
+def test_ten_samples_of_all_sources_are_coloured_by_role(reported: Reported) -> None:
+    _, folder, _ = reported
+    page = (folder / report.SAMPLES).read_text(encoding="utf-8")
+    assert not re.search(r"https?:|<script|<link|<img", page)
+    shown = re.findall(r"<h2>(.*?)</h2>\n<pre>(.*?)</pre>", page, flags=re.DOTALL)
+    assert len(shown) == 10
+    assert {source for source in SOURCES if any(f" · {source} · " in heading for heading, _ in shown)} == set(SOURCES)
+    assert {"off-policy" in heading for heading, _ in shown if "· code ·" in heading} == {True}
+    spans = re.findall(r'<span class="([^"]*)">(.*?)</span>', shown[0][1])
+    texts_by_role = {name: "".join(text for role, text in spans if role == name) for name, _ in spans}
+    assert texts_by_role["system"] == "systemBe brief &amp; kind."
+    assert "&lt; chat" in texts_by_role["user"]
+    assert texts_by_role["history"].startswith("assistantIt depends.")
+    assert texts_by_role["reasoning generated"] == "some apples are red"
+    assert texts_by_role["special generated"] == "&lt;/think&gt;&lt;|im_end|&gt;"
+    # The middle of a long text is left out, and said to be.
+    assert re.search(r"Seven baskets and more.*\[… [\d,]+ characters …\].*and more!", shown[0][1])
+
+
 def test_a_damaged_log_is_named(run: Run, tmp_path: Path) -> None:
     run.training_log.write_bytes(b'{"kind": "train", "st')
     with pytest.raises(Eagle3Error, match=re.escape(str(run.training_log))):
         run.report(tmp_path / "report")
 
 
-@pytest.mark.parametrize("name", ["workflow", "summary", *report.FIGURES])
+@pytest.mark.parametrize("name", ["workflow", "summary", "samples", *report.FIGURES])
 def test_captions_are_valid_and_name_the_run(name: str) -> None:
     text = (CAPTIONS / f"{name}.rst").read_text(encoding="utf-8")
     snakemake = {"config": {"run": "my-run"}}
     rendered = jinja2.Template(text, undefined=jinja2.StrictUndefined).render(snakemake=snakemake)
     # halt_level 2: a warning is an error.
     body = publish_parts(rendered, writer="html", settings_overrides={"halt_level": 2})["html_body"]
-    assert "my-run" in body or name in report.FIGURES
+    assert "my-run" in body or name not in ("workflow", "summary")
 
 
 def test_no_caption_is_left_without_a_figure() -> None:
-    assert {path.stem for path in CAPTIONS.glob("*.rst")} == {"workflow", "summary", *report.FIGURES}
+    assert {path.stem for path in CAPTIONS.glob("*.rst")} == {"workflow", "summary", "samples", *report.FIGURES}

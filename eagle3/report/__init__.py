@@ -1,8 +1,7 @@
-"""Report: what a run found, as figures and one table, for `snakemake --report`."""
+"""Report: what a run found, as figures, tables and a few samples, for `snakemake --report`."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,52 +11,46 @@ import matplotlib as mpl
 import orjson
 from matplotlib.figure import Figure
 
+from eagle3.chat import load_chat
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_json
-from eagle3.report import figures
-
-Rows = Mapping[str, Any]
+from eagle3.report import figures, pages
+from eagle3.report.pages import Rows
+from eagle3.roles import Roles
+from eagle3.target import load_target
 
 # The files that `make` writes, whatever its inputs hold; each figure has a caption in workflow/report/.
 FIGURES = ("training", "acceptance_positions", "acceptance_sources", "lengths", "rejects", "coverage")
 SUMMARY = "summary.html"
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>Summary</title>
-<style>
-body {{ font: 15px/1.4 sans-serif; margin: 1.5em; color: #222 }}
-table {{ border-collapse: collapse; margin-bottom: 1.5em }}
-caption {{ text-align: left; font-weight: bold; padding: .3em 0 }}
-td {{ border-top: 1px solid #ddd; padding: .25em 1.5em .25em 0 }}
-td + td {{ text-align: right; font-variant-numeric: tabular-nums; padding-right: 0 }}
-</style>
-{tables}
-</html>
-"""
+SAMPLES = "samples.html"
 
 
 def make(
     *,
+    target: Path,
+    train: Path,
     training_log: Path,
     draft_metrics: Path,
     acceptance: Sequence[Path],
+    prompts_stats: Path,
     samples_stats: Sequence[Path],
     dataset_stats: Path,
     vocabulary_stats: Path,
     hidden_states_stats: Sequence[Path],
     folder: Path,
 ) -> dict[str, Any]:
-    """Write one SVG per name in `FIGURES`, and `summary.html`, into `folder`.
+    """Write one SVG per name in `FIGURES`, `summary.html` and `samples.html` into `folder`.
 
     A source without figures (held-out prompts of that source were not served, say) is left out of the figure
     concerned; a figure without anything to draw says so. The same inputs give the same bytes.
 
     Args:
+        target: `target.json`.
+        train: the training samples, of which a few are shown.
         training_log: `log.jsonl` of the draft stage.
         draft_metrics: `metrics.json` of the draft stage.
         acceptance: every `acceptance.json`, simulated and served.
+        prompts_stats: `stats.json` of the prompts stage.
         samples_stats: `stats.json` of the samples stage, one per part.
         dataset_stats: `stats.json` of the dataset stage.
         vocabulary_stats: `stats.json` of the vocabulary stage.
@@ -74,11 +67,12 @@ def make(
     measured = {found["kind"]: found for found in map(read_json, acceptance)}
     samples = [read_json(path) for path in samples_stats]
     vocabulary = read_json(vocabulary_stats)
+    prompts, dataset = read_json(prompts_stats), read_json(dataset_stats)
     with mpl.rc_context(figures.STYLE):
         drawn = {
             "training": _training(log),
             **_acceptance(measured),
-            **_samples(samples),
+            **_samples(samples, dataset),
             "coverage": figures.coverage(vocabulary["size"], vocabulary["coverage"], vocabulary["sources"]),
         }
         for name in FIGURES:
@@ -86,11 +80,13 @@ def make(
     sections = {
         "Draft": _draft_rows(measured),
         "Training": _training_rows(read_json(draft_metrics)),
-        "Data": _data_rows(samples, read_json(dataset_stats), vocabulary),
+        "Data": _data_rows(samples, dataset, vocabulary),
         "Hidden states": _state_rows([read_json(path) for path in hidden_states_stats]),
     }
-    tables = "\n".join(_table(title, rows) for title, rows in sections.items() if rows)
-    (folder / SUMMARY).write_text(_PAGE.format(tables=tables), encoding="utf-8")
+    tables = [pages.table(title, rows) for title, rows in sections.items() if rows]
+    tables += [pages.sources(prompts, samples, dataset, vocabulary), pages.reasons(prompts, samples, dataset)]
+    pages.write(folder / SUMMARY, "Summary", *tables)
+    pages.write(folder / SAMPLES, "Samples", *pages.samples(train, Roles(load_chat(load_target(target)))))
     return {"figures": len(FIGURES), **sections["Draft"]}
 
 
@@ -135,14 +131,16 @@ def _acceptance(measured: Mapping[str, Record]) -> dict[str, Figure]:
     }
 
 
-def _samples(parts: Sequence[Record]) -> dict[str, Figure]:
+def _samples(parts: Sequence[Record], dataset: Record) -> dict[str, Figure]:
     lengths: dict[str, Counter[int]] = {name: Counter() for name in ("prompt", "reasoning", "answer")}
     rejects: Counter[str] = Counter()
     for part in parts:
         rejects.update(part["total"]["rejects"])
         for name, total in lengths.items():
             total.update({int(bound): count for bound, count in part["lengths"].get(name, {}).items()})
-    kept = sum(part["total"]["samples"] for part in parts)
+    repeated = dataset["total"]["rejects"]
+    kept = sum(part["total"]["samples"] for part in parts) - sum(repeated.values())
+    rejects.update(repeated)
     return {"lengths": figures.lengths(lengths), "rejects": figures.rejects(rejects, kept)}
 
 
@@ -177,16 +175,19 @@ def _training_rows(metrics: Record) -> Rows:
 
 
 def _data_rows(samples: Sequence[Record], dataset: Record, vocabulary: Record) -> Rows:
-    rejected = sum(part["total"]["rows"] - part["total"]["samples"] for part in samples)
+    rows, kept = (sum(part["total"][name] for part in samples) for name in ("rows", "samples"))
     total = dataset["total"]
+    tokens, supervised = total.get("train tokens"), total.get("train supervised tokens")
     return {
-        "generations rejected": rejected,
+        "generations rejected": rows - kept + sum(total["rejects"].values()),
         "training samples": total.get("train samples"),
-        "training tokens": total.get("train tokens"),
-        "of which generated by the target": total.get("train supervised tokens"),
+        "training tokens": tokens,
+        "of which trained on (answers)": supervised,
+        "supervised share": supervised / tokens if tokens else None,
+        "samples of given answers (off-policy)": sum(part["total"].get("off_policy", 0) for part in samples),
         "held-out samples": total.get("eval samples"),
         "draft vocabulary": vocabulary["size"],
-        "its coverage of generated tokens": vocabulary["coverage"],
+        "its coverage of the answers": vocabulary["coverage"],
     }
 
 
@@ -199,18 +200,3 @@ def _state_rows(parts: Sequence[Record]) -> Rows:
         "agreement with the engine's own next token": agreed / stored if stored else None,
         "size (GB)": sum(part["bytes"] for part in parts) / 1e9,
     }
-
-
-def _table(title: str, rows: Rows) -> str:
-    cells = "\n".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_text(value))}</td></tr>"
-        for name, value in rows.items()
-        if value is not None
-    )
-    return f"<table>\n<caption>{html.escape(title)}</caption>\n{cells}\n</table>"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

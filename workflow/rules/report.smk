@@ -1,8 +1,12 @@
 rule report:
-    """Draw what the run found; every figure goes into `snakemake --report`."""
+    """Show what the run found; every figure and page goes into `snakemake --report`."""
     input:
+        target=rules.target.output.target,
+        model=rules.target.output.model,
+        train=rules.dataset.output.train,
         log=rules.draft.output.log,
         metrics=rules.draft.output.metrics,
+        prompts=rules.prompts.output.stats,
         dataset=rules.dataset.output.stats,
         vocabulary=rules.vocabulary.output.stats,
         simulated=rules.acceptance_simulated.output.acceptance,
@@ -13,6 +17,7 @@ rule report:
         ],
     output:
         summary=report("<results>/report/summary.html", caption="../report/summary.rst", category="Summary"),
+        samples=report("<results>/report/samples.html", caption="../report/samples.rst", category="Data"),
         training=report("<results>/report/training.svg", caption="../report/training.rst", category="Training"),
         positions=report(
             "<results>/report/acceptance_positions.svg",
@@ -37,7 +42,8 @@ rule report:
         recipe=FLOW.recipe("report"),
     shell:
         "eagle3 --recipe {params.recipe:q} --log {log:q} report"
+        " --target {input.target:q} --train {input.train:q}"
         " --training-log {input.log:q} --draft-metrics {input.metrics:q}"
-        " --dataset-stats {input.dataset:q} --vocabulary-stats {input.vocabulary:q}"
+        " --prompts-stats {input.prompts:q} --dataset-stats {input.dataset:q} --vocabulary-stats {input.vocabulary:q}"
         " --simulated {input.simulated:q} --served {input.served:q}"
         " --output {output.manifest:q} {input.stats:q}"

@@ -1,0 +1,156 @@
+"""The pages of the report: tables of figures, and samples whose text is coloured by who wrote it."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from eagle3.files.records import Record, read_records
+from eagle3.roles import ROLES, Roles
+
+Rows = Mapping[str, Any]
+
+# The first so many training samples (they are shuffled) are those that samples of every source are picked from.
+_LOOKED_AT = 2000
+_SHOWN = 10
+# Longer texts lose their middle.
+_CHARS = 3000
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.4 sans-serif; margin: 1.5em; color: #222 }}
+table {{ border-collapse: collapse; margin-bottom: 1.5em }}
+caption {{ text-align: left; font-weight: bold; padding: .3em 0 }}
+th {{ text-align: right; font-weight: normal; color: #555; padding: .25em 0 .25em 1.5em }}
+td {{ border-top: 1px solid #ddd; padding: .25em 1.5em .25em 0 }}
+td + td {{ text-align: right; font-variant-numeric: tabular-nums; padding: .25em 0 .25em 1.5em }}
+h2 {{ font-size: 1em; margin: 1.5em 0 .3em }}
+pre {{ font: 13px/1.5 monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: .6em;
+  border: 1px solid #ddd }}
+.generated {{ background: #fff3d6 }}
+.system {{ color: #882255 }}
+.user {{ color: #0072b2 }}
+.tool {{ color: #5b3f99 }}
+.history {{ color: #00694e }}
+.reasoning {{ color: #9a4600 }}
+.answer {{ color: #00694e; font-weight: bold }}
+.special {{ color: #888; font-size: 85% }}
+.cut {{ color: #222; font-style: italic }}
+</style>
+{body}
+</html>
+"""
+
+
+def write(path: Path, title: str, *parts: str) -> None:
+    """Write a page; it stands alone, without scripts, links or images."""
+    path.write_text(_PAGE.format(title=title, body="\n".join(part for part in parts if part)), encoding="utf-8")
+
+
+def table(title: str, rows: Rows) -> str:
+    """Return a table of names and values; what is None is left out."""
+    return _grid(title, (), [(name, value) for name, value in rows.items() if value is not None])
+
+
+def sources(prompts: Record, samples: Sequence[Record], dataset: Record, vocabulary: Record) -> str:
+    """Return a table with a row per source: what became of its rows, and how well the draft vocabulary covers it."""
+    rows = []
+    for name, read in prompts["sources"].items():
+        made: Counter[str] = Counter()
+        for part in samples:
+            made.update({k: v for k, v in part["sources"].get(name, {}).items() if k != "rejects"})
+        kept = dataset["sources"].get(name, {})
+        rows.append(
+            (
+                name,
+                read["rows"],
+                read.get("prompts", 0),
+                made["rows"],
+                kept.get("train samples", 0),
+                kept.get("eval samples", 0),
+                made["off_policy"],
+                made["tokens"],
+                made["generated"] / made["tokens"] if made["tokens"] else None,
+                vocabulary["sources"].get(name),
+            )
+        )
+    headings = ("rows", "prompts", "answers", "training", "held out", "off-policy", "tokens", "supervised", "covered")
+    return _grid("Sources", headings, rows) if rows else ""
+
+
+def reasons(prompts: Record, samples: Sequence[Record], dataset: Record) -> str:
+    """Return a table of what was rejected: reasons in rows, sources in columns."""
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for stage, parts in (("prompts", [prompts]), ("samples", samples), ("dataset", [dataset])):
+        for part in parts:
+            for source, found in part["sources"].items():
+                for reason, count in found["rejects"].items():
+                    counts[stage, reason][source] += count
+    if not counts:
+        return ""
+    names = sorted({source for found in counts.values() for source in found})
+    rows = [
+        (f"{stage}: {reason}", *(found[name] or None for name in names), found.total())
+        for (stage, reason), found in counts.items()
+    ]
+    return _grid("Rejected, by stage and reason", (*names, "in all"), rows)
+
+
+def samples(train: Path, roles: Roles) -> Iterator[str]:
+    """Yield a legend and ten training samples, of every source in turn."""
+    names = (f'<span class="{role}">{role}</span>' for role in ROLES)
+    yield f'<p>Written by: {", ".join(names)}. <span class="generated">Trained on</span>. {_MEANING}</p>'
+    for sample in _pick(train):
+        tokens, trained = len(sample["input_ids"]), sum(end - start for start, end in sample["spans"])
+        facts = [sample["source"], f"{tokens:,} tokens, {trained:,} trained on"]
+        facts += [name.replace("_", "-") for name in ("off_policy", "cut") if sample.get(name)]
+        text = "".join(_segment(*segment[:3]) for segment in roles.segments(sample))
+        yield f"<h2>{html.escape(' · '.join([sample['id'], *facts]))}</h2>\n<pre>{text}</pre>"
+
+
+_MEANING = "History are earlier answers, special the tokens that steer the model."
+
+
+def _pick(train: Path) -> list[Record]:
+    """Return a few samples, source by source in turn, in the order of the file."""
+    waiting: dict[str, list[Record]] = defaultdict(list)
+    for record in islice(read_records(train), _LOOKED_AT):
+        if len(waiting[record["source"]]) < _SHOWN:
+            waiting[record["source"]].append(record)
+    turns = (found[place] for place in range(_SHOWN) for _, found in sorted(waiting.items()) if place < len(found))
+    return list(islice(turns, _SHOWN))
+
+
+def _segment(role: str, generated: bool, text: str) -> str:
+    classes = f"{role} generated" if generated else role
+    if len(text) > _CHARS:
+        half = _CHARS // 2
+        left_out = f'<span class="cut"> [… {len(text) - 2 * half:,} characters …] </span>'
+        text = html.escape(text[:half]) + left_out + html.escape(text[-half:])
+    else:
+        text = html.escape(text)
+    return f'<span class="{classes}">{text}</span>'
+
+
+def _grid(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
+    cells = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(_text(value))}</td>" for value in row) + "</tr>" for row in rows
+    )
+    top = f"<tr><th></th>{head}</tr>\n" if headings else ""
+    return f"<table>\n<caption>{html.escape(title)}</caption>\n{top}{cells}\n</table>"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

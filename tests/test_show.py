@@ -1,0 +1,65 @@
+"""`eagle3 show`: records in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.chat import load_chat
+from eagle3.errors import Eagle3Error
+from eagle3.files.records import write_json, write_records
+from eagle3.show import show_records
+from eagle3.target import load_target
+from tests.engines.targets import make_tokenizer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return the folder of a run with a target, two samples and a reject."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "target" / "model")
+    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
+    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
+    write_json(tmp_path / "target" / "target.json", pin)
+    chat = load_chat(load_target(tmp_path / "target" / "target.json"))
+    prompt = chat.render([{"role": "user", "content": "How many baskets?"}])
+    samples = []
+    for number, content in enumerate(("Seven", "Eight")):
+        ids = prompt + chat.encode([f"some apples</think>{content}<|im_end|>"])[0]
+        spans = [[len(prompt), len(ids)]]
+        samples.append({"id": f"{number:016x}-0", "source": "s", "input_ids": ids, "spans": spans, "off_policy": True})
+    part = tmp_path / "samples" / "part-0"
+    part.mkdir(parents=True)
+    write_records(part / "samples.jsonl.zst", samples)
+    write_records(part / "rejects.jsonl.zst", [{"id": "x", "reason": "empty", "detail": "no content"}])
+    return tmp_path
+
+
+def test_one_sample_by_its_id(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "samples" / "part-0" / "samples.jsonl.zst"
+    show_records(file, sample=f"{1:016x}-0", target=None, count=3)
+    shown = capsys.readouterr().out
+    assert "some apples</think>Eight<|im_end|>" in shown
+    assert "Seven" not in shown
+    assert "off-policy" in shown
+    assert "system  user  tool  history  reasoning  answer  special" in shown
+
+
+def test_the_first_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = run / "samples" / "part-0"
+    show_records(part / "samples.jsonl.zst", sample=None, target=None, count=3)
+    assert {"Seven", "Eight"} <= set(capsys.readouterr().out.replace("</think>", " ").replace("<|", " ").split())
+    show_records(part / "rejects.jsonl.zst", sample=None, target=None, count=3)
+    assert "no content" in capsys.readouterr().out
+
+
+def test_an_unknown_id_and_a_file_far_from_its_target(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = run / "samples" / "part-0" / "samples.jsonl.zst"
+    with pytest.raises(Eagle3Error, match=r"(?s)no such record.*found:\s+y"):
+        show_records(file, sample="y", target=None, count=3)
+    alone = tmp_path_factory.mktemp("alone") / file.name
+    alone.write_bytes(file.read_bytes())
+    with pytest.raises(Eagle3Error, match=r"add --target"):
+        show_records(alone, sample=None, target=None, count=3)
+    show_records(alone, sample=None, target=run / "target" / "target.json", count=1)
