@@ -1,16 +1,14 @@
 """Responses: let the target answer every prompt, turn by turn, and keep the raw, token-exact records.
 
 Turns go in *waves*: wave t asks the t-th turn of every conversation, so that later turns see the target's own
-earlier answers. Where an engine's rounding depends on what it computes together, a wave is cut into fixed groups,
-and a group that was not finished is computed again as a whole; where requests are independent, every answer counts
-by itself.
+earlier answers. Where an engine's rounding depends on what it computes together, a wave is cut into fixed groups.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from operator import itemgetter
@@ -20,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from eagle3.chat import Chat, UnrenderableError, load_chat
-from eagle3.console import progress, say
+from eagle3.console import progress
 from eagle3.engines import Engine, Generation, GenerationRequest, Message, Sampling, open_engine
+from eagle3.engines.resumable import ResumableEngine
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of, range_of
 from eagle3.files.records import Record, RecordLog, read_records, write_records
@@ -174,14 +173,14 @@ class _Run:
 
     def answer(self, engine: Engine, log: RecordLog) -> None:
         """Answer every turn, wave by wave; what the log holds is not computed again."""
-        known = {record["id"]: Generation(**record) for record in log.records}
-        if known:
-            say(f"{len(known):,} answers of an interrupted run are kept")
+        resumable = ResumableEngine(engine, log)
         total = sum(conversation.turns_left for shard in self.shards for conversation in shard)
         with progress(total, "responses", "answers") as bar:
             while any(conversation.turns_left for shard in self.shards for conversation in shard):
                 for group in self._wave(engine.batch_size):
-                    for (conversation, request), answer in self._generate(engine, log, known, group):
+                    asked = {request.id: (conversation, request) for conversation, request in group}
+                    for answer in resumable.generate([request for _, request in group], self._sampling):
+                        conversation, request = asked[answer.id]
                         conversation.take(request, self._sampling, answer)
                         self._check(answer)
                         bar.update(1)
@@ -222,35 +221,6 @@ class _Run:
             self._check(answer)
             return None
         return len(ids)
-
-    def _generate(
-        self, engine: Engine, log: RecordLog, known: dict[str, Generation], group: Wave
-    ) -> Iterator[tuple[tuple[_Conversation, GenerationRequest], Generation]]:
-        """Yield the answer to every request of a group, those of the log first.
-
-        Only good answers enter the log: whatever failed is asked again by the next run.
-        """
-        waiting = {entry[1].id: entry for entry in group}
-        alone = engine.batch_size is None
-        if alone or all(id in known for id in waiting):
-            for id in [id for id in waiting if id in known]:
-                yield waiting.pop(id), known[id]
-        requests = [request for _, request in waiting.values()]
-        finished = []
-        for answer in engine.generate(requests, self._sampling) if requests else ():
-            if answer.id not in waiting:
-                raise Eagle3Error("the engine answered what was not asked", where=engine.name, found=answer.id)
-            if answer.error is None and alone:
-                log.append(vars(answer))
-            elif answer.error is None:
-                finished.append(vars(answer))
-            yield waiting.pop(answer.id), answer
-        if finished:
-            log.append(*finished)
-        if waiting:
-            raise Eagle3Error(
-                "the engine left requests unanswered", where=engine.name, found=", ".join(sorted(waiting)[:3])
-            )
 
     def _check(self, answer: Generation) -> None:
         """Give up as soon as too many conversations have failed."""
