@@ -28,6 +28,7 @@ _PAGE = """<!DOCTYPE html>
 body {{ font: 15px/1.4 sans-serif; margin: 1.5em; color: #222 }}
 table {{ border-collapse: collapse; margin-bottom: 1.5em }}
 caption {{ text-align: left; font-weight: bold; padding: .3em 0 }}
+td:first-child, th {{ white-space: nowrap }}
 th {{ text-align: right; font-weight: normal; color: #555; padding: .25em 0 .25em 1.5em }}
 td {{ border-top: 1px solid #ddd; padding: .25em 1.5em .25em 0 }}
 td + td {{ text-align: right; font-variant-numeric: tabular-nums; padding: .25em 0 .25em 1.5em }}
