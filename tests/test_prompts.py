@@ -54,6 +54,10 @@ RESULT = {"role": "tool", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
+# What a user may write: anything but nothing, NULs and halves of surrogate pairs.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip)
+
+
 class TestForms:
     @pytest.mark.parametrize(
         ("row", "messages"),
@@ -75,6 +79,15 @@ class TestForms:
                 [SYSTEM, *user("a", "b")],
             ),
             ({"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}]}, [SYSTEM, *user("a")]),
+            ({"system_prompt": "Be brief.", "prompt": "a", "response": "b"}, [SYSTEM, *user("a")]),
+            (
+                {"conversations": [{"from": "Human", "value": "a"}, {"from": "chatgpt", "value": "x"}]},
+                user("a"),
+            ),
+            (
+                {"messages": [SYSTEM, {"role": "developer", "content": "And kind."}, *ASK]},
+                [{"role": "system", "content": "Be brief.\n\nAnd kind."}, *ASK],
+            ),
             ({"prompt": "a", "completion": "b"}, user("a")),
             ({"prompt": [SYSTEM, *ASK]}, [SYSTEM, *ASK]),
             ({"instruction": "Translate.", "input": "chat", "output": "cat"}, user("Translate.\n\nchat")),
@@ -107,6 +120,39 @@ class TestForms:
         counts = run(tmp_path / "out", write(tmp_path / "a.jsonl", {"messages": rows}))
         assert [record["messages"] for record in parts(tmp_path / "out")] == [user("a")]
         assert counts["cut at a tool's result"] == 1
+
+    @given(
+        texts=st.lists(TEXT, min_size=1, max_size=5),
+        system=st.none() | TEXT,
+        answered=st.booleans(),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_every_way_to_write_a_conversation_gives_the_same_one(
+        self, tmp_path_factory: pytest.TempPathFactory, texts: list[str], system: str | None, answered: bool
+    ) -> None:
+        head = [("system", system)] if system is not None else []
+        turns = [entry for text in texts for entry in (("user", text), ("assistant", "x"))]
+        entries = [*head, *(turn for turn in turns if answered or turn[0] == "user")]
+        shares = {"user": "human", "assistant": "gpt"}
+        beside = {"system": system} if system is not None else {}
+        rows = [
+            {"messages": [{"role": role, "content": text} for role, text in entries]},
+            {"prompt": [{"role": role, "content": text} for role, text in entries]},
+            {"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in entries]},
+            {"conversations": [{"from": shares.get(role, role), "value": text} for role, text in entries]},
+            {"conversation": [{"from": role, "value": text} for role, text in entries[len(head) :]], **beside},
+            {"turns": texts, **beside},
+        ]
+        tmp_path = tmp_path_factory.mktemp("ways")
+        sources = [write(tmp_path / f"{number}.jsonl", row) for number, row in enumerate(rows)]
+        for number, row in enumerate(rows):
+            polars.DataFrame([row]).write_parquet(tmp_path / f"{number}.parquet")
+            sources.append(tmp_path / f"{number}.parquet")
+        counts = run(tmp_path / "out", *sources, duplicates="exact")
+        [record] = parts(tmp_path / "out")
+        expected = [{"role": role, "content": text} for role, text in [*head, *(("user", text) for text in texts)]]
+        assert record["messages"] == expected
+        assert counts["rejects"] == {"duplicate": 2 * len(rows) - 1}
 
     def test_ambiguity_names_the_setting(self, tmp_path: Path) -> None:
         source = write(tmp_path / "a.jsonl", {"prompt": "a", "messages": ASK})

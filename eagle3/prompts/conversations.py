@@ -21,6 +21,7 @@ from eagle3.prompts.sources import RejectedError
 Form = Literal["messages", "sharegpt", "prompt", "alpaca", "turns"]
 
 _LISTS = ("messages", "conversations", "conversation")
+_SYSTEM = ("system", "system_prompt")
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -29,6 +30,11 @@ _ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    # As ShareGPT's own files have them.
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "tool": "tool",
     "function": "tool",
     "function_call": "assistant",
@@ -104,7 +110,7 @@ def to_conversation(row: Mapping[str, Any], form: Form, *, as_is: bool = False) 
         if role == "tool" and cut:
             break
         if role == "system" and previous not in (None, "system"):
-            raise RejectedError("role_order", f"a system message after a {previous} message")
+            raise RejectedError("role_order", f"a system message after one of role {previous}")
         if role == "assistant" and previous in (None, "system"):
             raise RejectedError("role_order", "an answer before any user message")
         if role != previous or not ("assistant" in roles or role == "system") or role == "tool":
@@ -147,9 +153,10 @@ def _texts(message: Message) -> Iterator[str]:
 
 def _entries(row: Mapping[str, Any], form: Form, *, as_is: bool) -> Iterator[Message]:
     """Yield every message; answers are empty unless they are to be used."""
-    system = row.get("system")
-    if isinstance(system, str) and system.strip():
-        yield {"role": "system", "content": system}
+    for name in _SYSTEM:
+        system = row.get(name)
+        if isinstance(system, str) and system.strip():
+            yield {"role": "system", "content": system}
     match form:
         case "messages" | "sharegpt":
             role_key, text_key = ("role", "content") if form == "messages" else ("from", "value")
@@ -200,9 +207,9 @@ def _strings(row: Mapping[str, Any], *names: str) -> Iterator[str]:
 def _entry(message: Any, role_key: str, text_key: str, *, as_is: bool) -> Iterator[Message]:
     if not isinstance(message, dict):
         raise RejectedError("wrong_form", f"a message is a {type(message).__name__}")
-    name = message.get(role_key)
+    name = str(message.get(role_key)).lower()
     if name not in _ROLES:
-        raise RejectedError("unknown_role", repr(name))
+        raise RejectedError("unknown_role", repr(message.get(role_key)))
     role = _ROLES[name]
     if not as_is and role in ("assistant", "tool"):
         yield {"role": role, "content": ""}
