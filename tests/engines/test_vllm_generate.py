@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,13 @@ def test_a_refused_request_is_recorded_and_the_others_are_answered(engine: VllmE
     assert answers["thinking"].error is None
 
 
+def test_a_prompt_given_as_ids_has_the_same_answer(engine: VllmEngine) -> None:
+    request = CASES["thinking"][0]
+    [asked] = engine.generate([request], GREEDY)
+    [again] = engine.generate([replace(request, messages=[], prompt_ids=asked.prompt_ids)], GREEDY)
+    assert (again.prompt_ids, again.token_ids) == (asked.prompt_ids, asked.token_ids)
+
+
 def test_version_and_arguments_are_known(engine: VllmEngine) -> None:
     assert engine.versions["vllm"]
     assert "--reasoning-parser kimi_k2" in engine.versions["vllm_arguments"]
@@ -144,6 +152,8 @@ def test_an_endpoint_without_ids_gives_the_same_ones(endpoint: MachineSettings, 
         assert {answer.id for answer in answers} == set(CASES)
         for answer in answers:
             check(answer, scripted)
+        with pytest.raises(Eagle3Error, match="no token ids"):
+            opened.generate([replace(ask("a"), prompt_ids=[1, 2])], GREEDY)
 
 
 def test_the_concurrency_is_tuned(endpoint: MachineSettings, scripted: Target) -> None:
