@@ -7,7 +7,9 @@ written them, so their records name the engine `given`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,18 +36,20 @@ def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapp
     A turn that cannot be used has an `error`, and the conversation ends with it: `special_token_in_text` and
     `template_error` as for an engine, and `no_reasoning_marks` if the target has no tokens around reasoning.
     """
-    if not prompts:
-        return
-    waiting = iter(prompts)
-    with progress(len(prompts), "given answers", "conversations") as bar:
-        while batch := list(islice(waiting, _BATCH)):
-            turns = [_turns(chat, prompt, template_kwargs) for prompt in batch]
-            texts = [text for found in turns for turn in found for text in turn.texts]
-            encoded = iter(chat.encode(texts))
-            for prompt, found in zip(batch, turns, strict=True):
-                bar.update(1)
-                records = [_record(chat, turn, list(islice(encoded, len(turn.texts)))) for turn in found]
-                yield {"id": prompt["id"], "source": prompt["source"], "engine": {"name": NAME}, "turns": records}
+    with progress(len(prompts), "given answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
+        waiting: deque[tuple[list[tuple[Record, list[_Turn]]], Future[list[list[int]]]]] = deque()
+        for start in range(0, len(prompts), _BATCH):
+            batch = [(prompt, _turns(chat, prompt, template_kwargs)) for prompt in prompts[start : start + _BATCH]]
+            texts = [text for _, turns in batch for turn in turns for text in turn.texts]
+            # One batch is tokenised while the next is rendered and the last one written.
+            waiting.append((batch, pool.submit(chat.encode, texts)))
+            while len(waiting) > (start + _BATCH < len(prompts)):
+                finished, encoded = waiting.popleft()
+                ids = iter(encoded.result())
+                for prompt, turns in finished:
+                    bar.update(1)
+                    records = [_record(chat, turn, list(islice(ids, len(turn.texts)))) for turn in turns]
+                    yield {"id": prompt["id"], "source": prompt["source"], "engine": {"name": NAME}, "turns": records}
 
 
 class _Turn(NamedTuple):

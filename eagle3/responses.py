@@ -93,7 +93,8 @@ def make(
                 identity = {"name": opened.name, **opened.versions}
         for number, conversations in zip(missing, asked, strict=True):
             answered = (conversation.record(identity) for conversation in conversations)
-            given = answer_as_given(chat, [*filter(is_given, shards[number])], settings.template_kwargs)
+            held = [*filter(is_given, shards[number])]
+            given = answer_as_given(chat, held, settings.template_kwargs) if held else ()
             write_records(paths[number], heapq.merge(answered, given, key=itemgetter("id")))
     return _counts(paths)
 
