@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import polars
 import pytest
 
+from eagle3.artifacts.workflow import Workflow
 from eagle3.config import resolve
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, read_records
@@ -200,6 +201,16 @@ class TestLibrary:
         (folder / "a.jsonl").write_text('{"prompt": "not from the hub"}\n')
         stderr = make(tmp_path, hub, subset=None)
         assert "a folder of that name, holds another version" in stderr
+
+
+def test_the_recipe_of_the_prompts_holds_the_commit() -> None:
+    values = [
+        {"run": "r", "prompts": {"sources": [{"hub": {"dataset": "owner/chats", "revision": revision}}]}}
+        for revision in (COMMIT, COMMIT[::-1])
+    ]
+    first, second = (Workflow(value) for value in values)
+    assert first.prompt_sources() == []
+    assert first.recipe("prompts").replace(COMMIT, COMMIT[::-1]) == second.recipe("prompts") != first.recipe("prompts")
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3 import prompts, written
+from eagle3.artifacts.fingerprint import closure
 from eagle3.chat import Chat, load_chat
 from eagle3.config import resolve
 from eagle3.engines import Generation, GenerationRequest, Sampling
@@ -215,6 +216,10 @@ def test_only_good_answers_are_kept(tmp_path: Path) -> None:
         list(ResumableEngine(_Failing(), log).generate(requests, Sampling(1)))  # type: ignore[arg-type]
     with RecordLog(tmp_path / "log") as log:
         assert [record["id"] for record in log.records] == ["b"]
+
+
+def test_an_edit_of_the_prompts_leaves_the_costly_turns_as_they_are() -> None:
+    assert not [name for name in closure(["eagle3.written"]) if name.startswith("eagle3.prompts")]
 
 
 def test_an_endpoint_without_token_ids_is_refused_before_anything_runs() -> None:

