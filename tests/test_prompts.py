@@ -10,12 +10,13 @@ import orjson
 import polars
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle3 import prompts
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_json, read_records
+from eagle3.prompts import sources
 from eagle3.prompts.settings import PromptsSettings
 
 
@@ -265,6 +266,39 @@ class TestFiles:
         self.expect(tmp_path, tmp_path / "a.json")
         write(tmp_path / "b.json", *self.ROWS)
         self.expect(tmp_path, tmp_path / "b.json")
+
+    def test_a_json_array_with_one_bad_string_loses_one_row(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_bytes(b'[{"turns": ["a"]},\n{"turns": ["\\udc00"]}, {"turns": ["b"]}]')
+        self.expect(tmp_path, tmp_path / "a.json")
+        assert rejected(tmp_path / "out") == [("a.json:2", "unpaired_surrogate")]
+
+    @given(
+        rows=st.lists(st.fixed_dictionaries({"prompt": st.text(st.characters(exclude_categories=["Cs"]))}), max_size=8),
+        chunk=st.integers(1, 9),
+        end=st.sampled_from([b"\n", b"\r\n", b"\n\n"]),
+        pack=st.sampled_from([("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]),
+        data=st.data(),
+    )
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_rows_are_read_whole_wherever_chunks_and_frames_end(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        rows: list[Any],
+        chunk: int,
+        end: bytes,
+        pack: Any,
+        data: Any,
+    ) -> None:
+        monkeypatch.setattr(sources, "_CHUNK", chunk)
+        text = b"".join(orjson.dumps(row) + end for row in rows)
+        middle = data.draw(st.integers(0, len(text)))
+        suffix, compress = pack
+        path = tmp_path / f"a.jsonl{suffix}"
+        path.write_bytes(compress(text[:middle]) + compress(text[middle:]))
+        read = list(sources.read_rows(path))
+        assert [row.value for row in read] == rows
+        assert [row.number for row in read] == [1 + number * end.count(b"\n") for number in range(len(rows))]
 
     def test_parquet(self, tmp_path: Path) -> None:
         rows = [{"conversations": [{"from": "human", "value": text, "weight": None}]} for text in "ab"]

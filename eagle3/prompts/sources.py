@@ -183,8 +183,14 @@ def _json_rows(data: bytes) -> Iterator[Row]:
     try:
         values = orjson.loads(data.removeprefix(b"\xef\xbb\xbf"))
     except orjson.JSONDecodeError as error:
-        line = data.count(b"\n", 0, error.pos) + 1
-        raise EOFError(f"no valid JSON array: {error}, near line {line}") from None
+        try:
+            # One row with a string that no encoder accepts must not cost the whole file.
+            for number, value in enumerate(json.loads(data.decode("utf-8-sig")), start=1):
+                yield from _json_line(number, json.dumps(value).encode())
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+            line = data.count(b"\n", 0, error.pos) + 1
+            raise EOFError(f"no valid JSON array: {error}, near line {line}") from None
+        return
     yield from (Row(number, value) for number, value in enumerate(values, start=1))
 
 
