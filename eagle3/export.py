@@ -231,8 +231,8 @@ def _trained_chain(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, 
     """Return what lm_head reads in each step [steps, H], by the training forward with the exported rounding."""
     import torch
 
-    from eagle3.draft.model import prepare, unroll
     from eagle3.draft.rows import build_row
+    from eagle3.draft.unroll import prepare, unroll
     from eagle3.hidden_states.reader import HiddenStateSample
 
     teacher = torch.zeros(_STEPS, aux.shape[-1])
@@ -241,9 +241,9 @@ def _trained_chain(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, 
     row = build_row([(states, [(_CONTEXT, len(tokens))])], _STEPS)
     for parameter in draft.parameters():
         parameter.data = parameter.to(torch.bfloat16).float()
-    outputs = unroll(prepare(draft, torch.float32), row, embedding)
+    hidden = unroll(prepare(draft, torch.float32), row, embedding)
     # The first root is the only one that lives through all steps; the longest-lived comes first.
-    return torch.stack([output[0] for output in outputs])
+    return torch.stack([output[0] for output in hidden.split(row.alive)])
 
 
 def _exported_chain(draft: ReferenceDraft, tokens: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:

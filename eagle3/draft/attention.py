@@ -11,105 +11,100 @@ that ring attention rests on, arXiv 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.draft.accelerate import compiled_on_gpu
+from eagle3.draft.flash import Segments, flash_backward, flash_forward
 
 # Queries of one block of the plain implementation: bounds its score matrix.
 BLOCK = 256
 
 
-class Segments(NamedTuple):
-    """Where the samples of a row stand among its queries and keys.
+class Keys(NamedTuple):
+    """What the n roots of step t see."""
 
-    Sample i has queries q[i] .. q[i+1]-1 and keys k[i] .. k[i+1]-1; its last query sees its last key (the causal
-    mask is aligned at the end).
-    """
+    k0: Tensor
+    """[C, Hkv, d] step-0 keys of all context positions, rotated"""
+    v0: Tensor
+    """[C, Hkv, dv] their values"""
+    own_k: Tensor
+    """[t, n, Hkv, d] the roots' own keys of steps 1..t"""
+    own_v: Tensor
+    """[t, n, Hkv, dv]"""
 
-    q: list[int]
-    k: list[int]
-    q_offsets: Tensor
-    """the same as int32 on the device [samples+1]"""
-    k_offsets: Tensor
+
+class Places(NamedTuple):
+    """Where n roots stand among the queries of a row. Between two spans there are queries without a root."""
+
+    slots: Tensor
+    """[n] the query of a root"""
+    roots: Tensor
+    """[N] the root of a query, any where it has none"""
+    empty: Tensor
+    """[N, 1] whether it has none"""
+    segments: Segments
+
+    @classmethod
+    def of(cls, slots: Tensor, segments: Segments) -> Places:
+        roots = torch.full((segments.q[-1],), -1, device=slots.device)
+        roots[slots] = torch.arange(len(slots), device=slots.device)
+        return cls(slots, roots.clamp_min(0), (roots < 0)[:, None], segments)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[n, ...] -> [N, ...]; arbitrary where a query has no root."""
+        return x.index_select(0, self.roots)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [n, ...]."""
+        return x.index_select(0, self.slots)
 
 
-def unrolled_attention(
-    q: Tensor,
-    k0: Tensor,
-    v0: Tensor,
-    own: Sequence[tuple[Tensor, Tensor]],
-    slots: Tensor,
-    segments: Segments,
-    scale: float,
-) -> Tensor:
+def attend(q: Tensor, keys: Keys, places: Places, scale: float) -> tuple[Tensor, Tensor]:
     """Attend from n roots at step t.
 
     Args:
-        q: [n, Hq, d] queries of step t, rotated.
-        k0: [C, Hkv, d] keys of step 0 for all context positions, rotated.
-        v0: [C, Hkv, dv] their values.
-        own: t pairs of [n, Hkv, d] and [n, Hkv, dv]: the roots' own keys and values of steps 1..t.
-        slots: [n] the roots' places among the row's queries.
-        segments: the samples of the row.
+        q: [n, Hq, d] queries, rotated.
+        keys: what they see.
+        places: where they stand.
         scale: factor on the scores.
 
     Returns:
-        [n, Hq, dv]
+        output [n, Hq, dv] and log-sum-exp [n, Hq] in float32.
     """
-    flat = [tensor for pair in own for tensor in pair]
-    out: Tensor = _UnrolledAttention.apply(  # type: ignore[no-untyped-call]
-        segments, slots, scale, q, k0, v0, *flat
-    )
-    return out
+    out, lse = causal_forward(places.spread(q), keys.k0, keys.v0, places.segments, scale)
+    out, lse = places.gather(out), places.gather(lse)
+    return _fold(q, out, lse, scale, keys.own_k, keys.own_v) if len(keys.own_k) else (out, lse)
 
 
-class _UnrolledAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, segments: Segments, slots: Tensor, scale: float, q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor
-    ) -> Tensor:
-        dense = _scatter(q, slots, segments.q[-1])
-        out, lse = causal_forward(dense, k0, v0, segments, scale)
-        out, lse = out[slots], lse[slots]
-        if own:
-            out, lse = _fold(q, out, lse, scale, own[0::2], own[1::2])
-        ctx.save_for_backward(q, k0, v0, out, lse, slots, *own)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        q, k0, v0, out, lse, slots, *own = ctx.saved_tensors
-        segments, scale = ctx.segments, ctx.scale
-        d_out = gradients[0].contiguous()
-        d_dense, q_dense, out_dense, lse_dense = (_scatter(x, slots, segments.q[-1]) for x in (d_out, q, out, lse))
-        dq, dk0, dv0 = causal_backward(d_dense, q_dense, out_dense, lse_dense, k0, v0, segments, scale)
-        dq = dq[slots]
-        d_own: list[Tensor] = []
-        if own:
-            dq, d_own = _fold_backward(dq, d_out, q, out, lse, scale, own[0::2], own[1::2])
-        return None, None, None, dq, dk0, dv0, *d_own
+def attend_backward(
+    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Keys, gradients: Keys, places: Places, scale: float
+) -> Tensor:
+    """Return the gradient of q; add those of the keys and values to `gradients`."""
+    # A query without a root gives no gradient: its softmax is made 0.
+    dense_lse = places.spread(lse).masked_fill_(places.empty, torch.inf)
+    dense_d, dense_q, dense_out = (places.spread(x) for x in (d_out, q, out))
+    dq, dk, dv = causal_backward(dense_d, dense_q, dense_out, dense_lse, keys.k0, keys.v0, places.segments, scale)
+    gradients.k0.add_(dk)
+    gradients.v0.add_(dv)
+    dq = places.gather(dq)
+    if len(keys.own_k) == 0:
+        return dq
+    return _fold_backward(dq, d_out, q, out, lse, scale, keys.own_k, keys.own_v, gradients.own_k, gradients.own_v)
 
 
 @compiled_on_gpu
-def _fold(
-    q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Sequence[Tensor], values: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Add own-column keys to a finished softmax: out [n, Hq, dv], lse [n, Hq] float32."""
-    n, heads, _ = q.shape
-    groups = keys[0].shape[1]
-    grouped = q.float().unflatten(1, (groups, -1))
-    scores = [(grouped * key.float()[:, :, None]).sum(-1).view(n, heads) * scale for key in keys]
-    total = torch.logsumexp(torch.stack([lse, *scores]), dim=0)
-    result = out.float() * (lse - total).exp()[..., None]
-    for score, value in zip(scores, values, strict=True):
-        weight = (score - total).exp().unflatten(1, (groups, -1))
-        result = result + (weight[..., None] * value.float()[:, :, None]).view_as(result)
-    return result.to(out.dtype), total
+def _fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Add own-column keys to a finished softmax."""
+    grouped = q.float().unflatten(1, (keys.shape[2], -1))
+    scores = (grouped * keys.float()[:, :, :, None]).sum(-1) * scale
+    before = lse.view(scores.shape[1:])
+    total = torch.logaddexp(before, scores.logsumexp(0))
+    result = out.float().unflatten(1, (keys.shape[2], -1)) * (before - total).exp()[..., None]
+    result += ((scores - total).exp()[..., None] * values.float()[:, :, :, None]).sum(0)
+    return result.view(out.shape).to(out.dtype), total.view(lse.shape)
 
 
 @compiled_on_gpu
@@ -120,24 +115,21 @@ def _fold_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor]]:
-    """Add the own-column part to dq; return it and the gradients of keys and values, interleaved."""
-    groups = keys[0].shape[1]
-    grouped = q.float().unflatten(1, (groups, -1))
-    d_grouped = d_out.float().unflatten(1, (groups, -1))
-    delta = (d_out.float() * out.float()).sum(-1).unflatten(1, (groups, -1))
-    total = lse.unflatten(1, (groups, -1))
-    dq_grouped = dq.float().view_as(grouped)
-    gradients: list[Tensor] = []
-    for key, value in zip(keys, values, strict=True):
-        weight = ((grouped * key.float()[:, :, None]).sum(-1) * scale - total).exp()
-        d_score = weight * ((d_grouped * value.float()[:, :, None]).sum(-1) - delta) * scale
-        dq_grouped = dq_grouped + d_score[..., None] * key.float()[:, :, None]
-        gradients.append((d_score[..., None] * grouped).sum(2).to(key.dtype))
-        gradients.append((weight[..., None] * d_grouped).sum(2).to(value.dtype))
-    return dq_grouped.view_as(dq).to(dq.dtype), gradients
+    keys: Tensor,
+    values: Tensor,
+    d_keys: Tensor,
+    d_values: Tensor,
+) -> Tensor:
+    """Return dq with the own-column part; add the gradients of own keys and values."""
+    grouped, d_grouped = (x.float().unflatten(1, (keys.shape[2], -1)) for x in (q, d_out))
+    delta = (d_out.float() * out.float()).sum(-1).view(grouped.shape[:-1])
+    wide = keys.float()[:, :, :, None]
+    weights = ((grouped * wide).sum(-1) * scale - lse.view(delta.shape)).exp()
+    d_scores = weights * ((d_grouped * values.float()[:, :, :, None]).sum(-1) - delta) * scale
+    d_keys.add_((d_scores[..., None] * grouped).sum(3))
+    d_values.add_((weights[..., None] * d_grouped).sum(3))
+    joint: Tensor = dq.float() + (d_scores[..., None] * wide).sum(0).view(dq.shape)
+    return joint.to(dq.dtype)
 
 
 def causal_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -147,7 +139,7 @@ def causal_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: f
         output [N, Hq, dv] and log-sum-exp [N, Hq] in float32.
     """
     if q.is_cuda:
-        return _flash_forward(q, k, v, segments, scale)
+        return flash_forward(q, k, v, segments, scale)
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for rows, keys, hidden in _blocks(segments):
@@ -163,7 +155,7 @@ def causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `causal_forward` for the softmax that `out` and `lse` belong to."""
     if q.is_cuda:
-        return _flash_backward(d_out, q, out, lse, k, v, segments, scale)
+        return flash_backward(d_out, q, out, lse, k, v, segments, scale)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     groups = k.shape[1]
     delta = (d_out * out).sum(-1)
@@ -208,48 +200,3 @@ def _group(x: Tensor, groups: int) -> Tensor:
 def _ungroup(x: Tensor) -> Tensor:
     """[Hkv, G, rows, d] -> [rows, Hq, d]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _scatter(x: Tensor, slots: Tensor, size: int) -> Tensor:
-    """Spread n roots over the row's queries; the others are 0 and get and give no gradient."""
-    return x.new_zeros(size, *x.shape[1:]).index_copy_(0, slots, x)
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, _pad(v, q), *_lengths(segments), 0.0, True, False, scale=scale
-    )
-    return out[..., : v.shape[2]], lse.mT.contiguous()
-
-
-def _flash_backward(
-    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Without dropout the kernel ignores its random state.
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        _pad(d_out, q),
-        q,
-        k,
-        _pad(v, q),
-        _pad(out, q),
-        lse.mT.contiguous(),
-        *_lengths(segments),
-        0.0,
-        True,
-        unused,
-        unused,
-        scale=scale,
-    )
-    return dq, dk, dv[..., : v.shape[2]]
-
-
-def _lengths(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    longest_q = max(b - a for a, b in zip(segments.q, segments.q[1:], strict=False))
-    longest_k = max(b - a for a, b in zip(segments.k, segments.k[1:], strict=False))
-    return segments.q_offsets, segments.k_offsets, longest_q, longest_k
-
-
-def _pad(x: Tensor, like: Tensor) -> Tensor:
-    """The kernel wants one head size; MLA's values are narrower than its keys."""
-    return torch.nn.functional.pad(x, (0, like.shape[2] - x.shape[2])).contiguous()

@@ -17,10 +17,11 @@ from torch import Tensor
 from eagle3.acceptance import Drafted
 from eagle3.draft import parallel
 from eagle3.draft.metrics import Tally, accepted_drafts, replay
-from eagle3.draft.model import Draft, prepare, unroll
+from eagle3.draft.model import Draft
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.packing import pack
 from eagle3.draft.samples import Rows, root_ranges
+from eagle3.draft.unroll import prepare, unroll
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def evaluate(
     share = plan[parallel.rank() :: parallel.world()]
     for members, row in zip(share, rows.stream((members, 0) for members in share), strict=True):
         row = row.to(embedding.device)
-        outputs = unroll(weights, row, embedding)
-        _, outcome = projected_loss(outputs, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
+        hidden = unroll(weights, row, embedding)
+        _, outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
         tally.add(row, outcome)
         accepted = accepted_drafts(row, outcome, draft.target_ids, drafts)
         for sample, first, end in root_ranges(rows.samples, members, rows.unroll):
-            drafted.append(replay(accepted[first:end], sample.source, drafts))
+            drafted.append(replay(accepted[first:end], sample.source, drafts, sample.id))
     return Evaluation(tally.reduce().read(), parallel.gather(drafted))

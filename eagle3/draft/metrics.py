@@ -84,13 +84,14 @@ def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int)
     return result
 
 
-def replay(accepted: Sequence[int], source: str, drafts: int) -> Drafted:
+def replay(accepted: Sequence[int], source: str, drafts: int, sample: str = "") -> Drafted:
     """Walk one generated span as serving would.
 
     Args:
         accepted: for the span's roots in order, how many leading drafts are kept there.
         source: where the prompt came from.
         drafts: drafts per step (k).
+        sample: id of the sample.
 
     Returns:
         steps and kept drafts of the walk p -> p + accepted + 1 from the span's first root.
@@ -100,7 +101,7 @@ def replay(accepted: Sequence[int], source: str, drafts: int) -> Drafted:
     while place < len(accepted):
         kept.append(accepted[place])
         place += accepted[place] + 1
-    return Drafted(source, len(kept), [sum(n > position for n in kept) for position in range(drafts)])
+    return Drafted(source, len(kept), [sum(n > position for n in kept) for position in range(drafts)], sample)
 
 
 def _ratios(part: Tensor, whole: Tensor) -> list[float]:

@@ -29,6 +29,7 @@ from torch.nn import functional
 from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.rows import Row
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.weights import Weight, add_product, linear
 from eagle3.target import HeadWeights
 
 # Bytes of one chunk's logits. On CPU small enough for the cache and for the allocator to reuse the memory.
@@ -85,8 +86,8 @@ class Outcome(NamedTuple):
 
 
 def projected_loss(
-    outputs: Sequence[Tensor],
-    lm_head: Tensor,
+    hidden: Tensor,
+    lm_head: Weight,
     teacher: Teacher,
     row: Row,
     objective: Objective,
@@ -95,10 +96,10 @@ def projected_loss(
     """Return the row's share of the loss and what was drafted.
 
     Args:
-        outputs: h_t [n_t, H] for every step, from `unroll`.
-        lm_head: [Vd, H].
+        hidden: h_t of all steps [M, H], from `unroll`.
+        lm_head: [Vd, H]; backward adds up its gradient.
         teacher: the target's head.
-        row: the row that `outputs` belong to.
+        row: the row that `hidden` belongs to.
         objective: loss and step weights.
         totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
 
@@ -106,7 +107,6 @@ def projected_loss(
         sum over t and roots of step_weight_t / totals_t * loss_t[p], and the outcome of every pair.
     """
     scales = [weight / max(total, 1) for weight, total in zip(objective.step_weights, totals, strict=True)]
-    hidden = torch.cat(list(outputs))
     loss, *outcome = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, lm_head, teacher, row, objective, scales
     )
@@ -118,7 +118,7 @@ class _ProjectedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        lm_head: Tensor,
+        lm_head: Weight,
         teacher: Teacher,
         row: Row,
         objective: Objective,
@@ -130,27 +130,26 @@ class _ProjectedLoss(torch.autograd.Function):
         loss = torch.empty(len(hidden), device=hidden.device)
         drafted = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if needed else None
-        d_head = torch.zeros_like(lm_head, dtype=torch.float32) if needed else None
-        for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head), hidden.device):
+        # In the order of `pairs`.
+        d_rows = torch.empty_like(hidden) if needed else None
+        d_head = torch.zeros_like(lm_head.value, dtype=torch.float32) if needed else None
+        for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head.value), hidden.device):
             lesson = _lesson(row.teacher[taught], teacher, objective)
             pairs, weight = row.pairs[chunk], weights[chunk]
             rows = hidden.index_select(0, pairs)
             teachers = row.pair_teachers[chunk] - taught.start
-            logits = functional.linear(rows, lm_head)
+            logits = linear(rows, lm_head)
             part, choice, d_logits = _student(logits, teachers, weight, lesson, *objective.student)
             total += (part * weight).sum()
             loss[pairs] = part
             drafted[pairs] = choice
             correct[pairs] = choice == lesson.top[teachers]
-            if d_hidden is not None and d_head is not None:
-                d_hidden[pairs] = d_logits @ lm_head
-                if d_logits.dtype == d_head.dtype:
-                    d_head.addmm_(d_logits.mT, rows)
-                else:
-                    d_head += d_logits.mT @ rows
-        if d_hidden is not None and d_head is not None:
-            ctx.save_for_backward(d_hidden, d_head.to(lm_head.dtype))
+            if d_rows is not None and d_head is not None:
+                torch.mm(d_logits, lm_head.value, out=d_rows[chunk])
+                add_product(d_head, d_logits.mT, rows)
+        if d_rows is not None and d_head is not None:
+            ctx.save_for_backward(d_rows.index_select(0, row.pairs.argsort()), d_head)
+            ctx.lm_head = lm_head
         ctx.mark_non_differentiable(loss, drafted, correct)
         return total, loss, drafted, correct
 
@@ -158,7 +157,8 @@ class _ProjectedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         d_hidden, d_head = ctx.saved_tensors
         scale = gradients[0]
-        return (scale * d_hidden).to(d_hidden.dtype), (scale * d_head).to(d_head.dtype), None, None, None, None
+        ctx.lm_head.gradients[0].addcmul_(d_head, scale)
+        return (scale * d_hidden).to(d_hidden.dtype), None, None, None, None, None
 
 
 class _Lesson(NamedTuple):
@@ -209,16 +209,15 @@ def _student(
     """Loss, choice and weighted gradient of logits [m, Vd] taught by rows `teachers` [m] of a lesson."""
     z = logits.float()
     target, mass = lesson.target[teachers], lesson.mass[teachers]
-    largest, choice = z.max(-1)
-    value = lesson.negentropy[teachers] - (target * z).sum(-1)
-    # In place: on CPU the time goes into memory traffic.
-    student = (z - largest[:, None]).exp_()
-    total = student.sum(-1)
-    value = value + mass * (total.log() + largest)
+    # Written so that the compiler makes one pass of all reductions; in place, since memory traffic is what costs.
+    largest, choice = z.amax(-1, keepdim=True), z.argmax(-1)
+    student = (z - largest).exp_()
+    total = student.sum(-1, keepdim=True)
+    value = lesson.negentropy[teachers] - (target * z).sum(-1) + mass * (total.log() + largest)[:, 0]
     if not loss.startswith("lk"):
-        gradient = student.mul_((mass * weights / total)[:, None]).addcmul_(target, weights[:, None], value=-1)
+        gradient = student.mul_((mass * weights)[:, None] / total).addcmul_(target, weights[:, None], value=-1)
         return value, choice, gradient.to(logits.dtype)
-    student.div_(total[:, None])
+    student.div_(total)
     true = lesson.true[teachers]
     below = (student < true).float()
     accepted = torch.minimum(student, true).sum(-1)

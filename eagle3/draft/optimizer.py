@@ -67,10 +67,11 @@ class Optimizer:
         distributed = dist.is_initialized()
         if distributed:
             dist.reduce_scatter_tensor(self.shard, self.gradients)
-        square = self.shard.square().sum()
+        norm = torch.linalg.vector_norm(self.shard)
         if distributed:
+            square = norm.square()
             dist.all_reduce(square)
-        norm = square.sqrt()
+            norm = square.sqrt()
         skipped = 1.0 - norm.isfinite().float()
         # torch's fused kernel divides by the one and does nothing where the other is set (made for loss scaling).
         self.adamw.grad_scale = (norm / self.settings.max_grad_norm).clamp_min(1.0)  # type: ignore[attr-defined]

@@ -9,29 +9,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.config import DraftConfig
 
 
 class Rotary(NamedTuple):
-    """What turns positions into rotations."""
+    """Rotations by position, as tables: computing them anew for every head costs more than the rotation."""
 
-    frequencies: Tensor
-    """[d/2], float32, radians per position"""
-    scale: float
-    """factor on cos and sin (yarn's attention factor)"""
+    cos: Tensor
+    """[positions, d/2] float32, times yarn's attention factor; likewise the sines"""
+    sin: Tensor
     interleaved: bool
     """pairs are (0,1), (2,3).. as in DeepSeek; else (0,d/2), (1,d/2+1).. as in Llama"""
 
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate heads [n, heads, d] by their positions [n]; float32 inside."""
+        return _rotate(x, positions, self.cos, self.sin, self.interleaved)
 
-def rotary(config: DraftConfig, device: torch.device) -> Rotary:
-    """Return the rotation of a draft.
+    def rotate_backward(self, d_out: Tensor, positions: Tensor) -> Tensor:
+        """The gradient of `rotate`: a rotation by the negative angle."""
+        return _rotate(d_out, positions, self.cos, -self.sin, self.interleaved)
+
+
+def rotary(config: DraftConfig, positions: int, device: torch.device) -> Rotary:
+    """Return a draft's rotations by 0 .. positions-1.
 
     Scaled types (linear, llama3, yarn) come from transformers' own functions.
     """
     dim = config.latent.qk_rope_head_dim if config.latent else config.head_dim
     parameters = tuple(sorted(config.rope_parameters.items()))
     frequencies, scale = _frequencies(dim, config.max_position_embeddings, parameters, device)
-    return Rotary(frequencies, scale, interleaved=config.latent is not None)
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies
+    return Rotary(angles.cos() * scale, angles.sin() * scale, interleaved=config.latent is not None)
 
 
 @functools.cache
@@ -61,10 +70,9 @@ def softmax_scale(config: DraftConfig) -> float:
     return scale
 
 
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, scale: float, interleaved: bool) -> Tensor:
-    """Rotate heads [n, heads, d] by their positions [n]; float32 inside."""
-    angles = positions.to(torch.float32)[:, None, None] * frequencies
-    cos, sin = angles.cos() * scale, angles.sin() * scale
+@compiled_on_gpu
+def _rotate(x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    cos, sin = cosines[positions][:, None], sines[positions][:, None]
     if interleaved:
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     else:

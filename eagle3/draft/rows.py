@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.draft.attention import Segments
+from eagle3.draft.flash import Segments
 from eagle3.draft.packing import Array, Spans, sample_lifetimes, supervised_roots
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.reader import HiddenStateSample

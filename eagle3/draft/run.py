@@ -27,7 +27,7 @@ from eagle3.draft.checkpoint import Checkpoints
 from eagle3.draft.config import NAME
 from eagle3.draft.evaluate import Evaluation, evaluate
 from eagle3.draft.metrics import Tally, expected_acceptance_length
-from eagle3.draft.model import WEIGHTS, Draft, prepare, unroll
+from eagle3.draft.model import WEIGHTS, Draft
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.optimizer import Optimizer, learning_rate
 from eagle3.draft.packing import pack
@@ -35,6 +35,7 @@ from eagle3.draft.rows import Row
 from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.timing import Timing
+from eagle3.draft.unroll import prepare, unroll
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
@@ -161,8 +162,8 @@ class Run:
     def _accumulate(self, row: Row, totals: Sequence[int]) -> None:
         """Add one row's gradients."""
         weights = prepare(self.draft, self.embedding.dtype)
-        outputs = unroll(weights, row, self.embedding)
-        loss, outcome = projected_loss(outputs, weights.lm_head, self.teacher, row, self.objective, totals)
+        hidden = unroll(weights, row, self.embedding)
+        loss, outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
         loss.backward()
         self.tally.add(row, outcome)
 

@@ -23,11 +23,12 @@ import torch
 
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.flops import training_flops
-from eagle3.draft.model import Draft, prepare, unroll
+from eagle3.draft.model import Draft
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.optimizer import Optimizer
 from eagle3.draft.rows import Row, build_row
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.unroll import prepare, unroll
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target import HeadWeights
 
@@ -95,7 +96,7 @@ def main() -> None:
     )
     settings = DraftSettings(unroll=options.unroll, sampled_unroll=options.sampled, loss=options.loss)
     step = Step(config, settings, device)
-    rows = [random_row(config, settings, options, seed).to(device) for seed in range(2)]
+    rows = [random_row(config, settings, options, seed, device).to(device) for seed in range(2)]
     for _ in range(options.warmup):
         step(rows[0])
         step(rows[1])
@@ -152,30 +153,36 @@ class Step:
 
     def __call__(self, row: Row) -> None:
         weights = prepare(self.draft, self.dtype)
-        outputs = unroll(weights, row, self.embedding)
+        hidden = unroll(weights, row, self.embedding)
         totals = [len(row.ranks)] * len(self.objective.step_weights)
-        loss, _ = projected_loss(outputs, weights.lm_head, self.teacher, row, self.objective, totals)
+        loss, _ = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
         loss.backward()
         self.optimizer.step(1e-5)
 
 
-def random_row(config: DraftConfig, settings: DraftSettings, options: argparse.Namespace, seed: int) -> Row:
+def random_row(
+    config: DraftConfig, settings: DraftSettings, options: argparse.Namespace, seed: int, device: torch.device
+) -> Row:
     random = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).cpu()
+
     H = config.hidden_size
     context = options.tokens // options.documents
     samples: list[Any] = []
     for number in range(options.documents):
         n = context + 2
         start = max(1, round(n * (1 - options.supervised)))
-        states = HiddenStateSample(
+        sample = HiddenStateSample(
             id=str(number),
             token_ids=torch.from_numpy(random.integers(0, config.vocab_size, n, dtype=np.int32)),
-            aux=torch.randn(n, 3, H, generator=generator).bfloat16(),
-            last=torch.randn(n - start + 1, H, generator=generator).bfloat16(),
+            aux=states(n, 3, H),
+            last=states(n - start + 1, H),
             last_rows=torch.arange(start - 1, n),
         )
-        samples.append((states, [(start, n)]))
+        samples.append((sample, [(start, n)]))
     if settings.sampled_unroll:
         return build_row(samples, settings.unroll, settings.decay, random)
     return build_row(samples, settings.unroll)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.model import prepare, unroll
 from eagle3.draft.rows import build_row
+from eagle3.draft.unroll import prepare, unroll
 from tests.draft.conftest import H, V, random_draft, random_states, tiny_config
 from tests.draft.naive_chain import NaiveChain
 
@@ -65,7 +65,7 @@ def test_unroll_equals_naive_chain_decoding(name: str) -> None:
     row = build_row(list(zip(samples, spans, strict=True)), unroll=4)
 
     with torch.no_grad():
-        outputs = unroll(prepare(draft, torch.float32), row, embedding)
+        outputs = unroll(prepare(draft, torch.float32), row, embedding).split(row.alive)
         logits = [draft.lm_head(output) for output in outputs]
 
     naive = NaiveChain(draft, embedding)
@@ -82,6 +82,38 @@ def test_unroll_equals_naive_chain_decoding(name: str) -> None:
             torch.testing.assert_close(logits[t][place], vector, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["eagle-3", "eagle-3.1", "norm before residual", "yarn", "mla", "mla, yarn"])
+def test_gradients_equal_those_of_naive_chains(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    draft = random_draft(tiny_config(**VARIANTS[name]), generator)
+    embedding = torch.randn(V, H, generator=generator)
+    spans = [[(4, 9)], [(0, 4), (6, 9)]]
+    samples = [random_states(str(i), 9, ranges, generator) for i, ranges in enumerate(spans)]
+    row = build_row(list(zip(samples, spans, strict=True)), unroll=3)
+    # Any linear function of the outputs will do.
+    factors = torch.randn(sum(row.alive), H, generator=generator)
+    (unroll(prepare(draft, torch.float32), row, embedding) * factors).sum().backward()
+
+    naive = NaiveChain(draft, embedding.double())
+    naive.weights = {name: p.detach().double().requires_grad_() for name, p in draft.named_parameters()}
+    # With the identity as lm_head, the chain's logits are what an lm_head reads.
+    naive.weights["lm_head.weight"] = torch.eye(H, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    starts = [0, row.segments.k[1]]
+    for place, rank in enumerate(row.ranks.tolist()):
+        context = int(row.root_context[rank])
+        sample = int(context >= starts[1])
+        lifetime = sum(n > place for n in row.alive)
+        tokens, aux = samples[sample].token_ids.tolist(), samples[sample].aux.double()
+        for t, vector in enumerate(naive.chain(tokens, aux, context - starts[sample], lifetime)):
+            total = total + vector @ factors[sum(row.alive[:t]) + place].double()
+    total.backward()
+    for name, parameter in draft.named_parameters():
+        if name != "lm_head.weight":
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad.double(), naive.weights[name].grad, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_rows_equal_the_same_samples_alone() -> None:
     generator = torch.Generator().manual_seed(6)
     draft = random_draft(tiny_config(), generator)
@@ -91,11 +123,11 @@ def test_packed_rows_equal_the_same_samples_alone() -> None:
     together = build_row(list(zip(samples, spans, strict=True)), unroll=5)
     with torch.no_grad():
         weights = prepare(draft, torch.float32)
-        packed = unroll(weights, together, embedding)
+        packed = unroll(weights, together, embedding).split(together.alive)
         shift = 0
         for states, ranges in zip(samples, spans, strict=True):
             alone_row = build_row([(states, ranges)], unroll=5)
-            alone = unroll(weights, alone_row, embedding)
+            alone = unroll(weights, alone_row, embedding).split(alone_row.alive)
             places = {rank: place for place, rank in enumerate(together.ranks.tolist())}
             for t, output in enumerate(alone):
                 for place, rank in enumerate(alone_row.ranks.tolist()[: len(output)]):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from eagle3.draft import objective as objectives
-from eagle3.draft.model import prepare, unroll
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.rows import Row, build_row
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.unroll import prepare, unroll
+from eagle3.draft.weights import Weight
 from eagle3.target import HeadWeights
 from tests.draft.conftest import H, V, random_draft, random_head, random_states, tiny_config
 
@@ -77,10 +78,12 @@ def test_chunked_loss_equals_dense_float64(
     outputs = [torch.randn(n, H, generator=generator) for n in row.alive]
     lm_head = torch.randn(41, H, generator=generator) / 4
 
-    ours = [x.clone().requires_grad_() for x in (*outputs, lm_head)]
+    hidden = torch.cat(outputs).requires_grad_()
+    head_parameter = torch.nn.Parameter(lm_head.clone())
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     objective = Objective.of(settings, sampled=False)
-    loss, outcome = projected_loss(ours[:-1], ours[-1], teacher, row, objective, row.alive)
+    weight = Weight.of(torch.float32, head_parameter)
+    loss, outcome = projected_loss(hidden, weight, teacher, row, objective, row.alive)
     loss.backward()
 
     exact = [x.double().clone().requires_grad_() for x in (*outputs, lm_head)]
@@ -89,9 +92,10 @@ def test_chunked_loss_equals_dense_float64(
     expected.backward()
 
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(ours, exact, strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-7)
+    assert hidden.grad is not None
+    assert head_parameter.grad is not None
+    for one, other in zip((*hidden.grad.split(row.alive), head_parameter.grad), exact, strict=True):
+        torch.testing.assert_close(one.double(), other.grad, rtol=1e-4, atol=1e-7)
     drafted = torch.cat([(x @ exact[-1].T).argmax(-1) for x in exact[:-1]])
     assert torch.equal(outcome.drafted, drafted)
 
@@ -104,11 +108,12 @@ def test_a_draft_is_correct_only_if_it_is_the_best_token_of_the_whole_vocabulary
     row = build_row([(states, [(1, 40)])], 1)
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     # A student that knows the target's head exactly is right exactly where the target's choice is in its vocabulary.
-    outputs = [torch.nn.functional.rms_norm(row.teacher[row.ranks], (H,), head.norm, head.rms_norm_eps)]
+    hidden = torch.nn.functional.rms_norm(row.teacher[row.ranks], (H,), head.norm, head.rms_norm_eps)
+    lm_head = Weight(head.lm_head[ids], ())
     _, outcome = projected_loss(
-        outputs, head.lm_head[ids], teacher, row, Objective.of(DraftSettings(unroll=1), sampled=False), row.alive
+        hidden, lm_head, teacher, row, Objective.of(DraftSettings(unroll=1), sampled=False), row.alive
     )
-    top = (outputs[0] @ head.lm_head.T).argmax(-1)
+    top = (hidden @ head.lm_head.T).argmax(-1)
     inside = torch.isin(top, ids)
     assert 0 < int(inside.sum()) < len(top)
     assert torch.equal(outcome.correct, inside)
@@ -126,9 +131,9 @@ def test_positions_without_loss_have_exactly_zero_gradient() -> None:
     row = build_row([(states, spans)], UNROLL)
     weights = prepare(draft, torch.float32)
     teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
-    outputs = unroll(weights, row, embedding)
+    hidden = unroll(weights, row, embedding)
     objective = Objective.of(DraftSettings(unroll=UNROLL), sampled=False)
-    loss, _ = projected_loss(outputs, weights.lm_head, teacher, row, objective, row.alive)
+    loss, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
     loss.backward()
     assert aux.grad is not None
     reached = aux.grad.flatten(1).abs().sum(1) > 0
@@ -163,9 +168,9 @@ def test_sampled_unroll_has_the_exact_gradient_as_its_expectation() -> None:
     def gradient(row: Row, *, sampled: bool) -> Tensor:
         draft.zero_grad()
         weights = prepare(draft, torch.float32)
-        outputs = unroll(weights, row, head.embedding)
+        hidden = unroll(weights, row, head.embedding)
         objective = Objective.of(settings, sampled=sampled)
-        loss, _ = projected_loss(outputs, weights.lm_head, teacher, row, objective, exact_row.alive)
+        loss, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, exact_row.alive)
         loss.backward()
         return torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]).double()
 

@@ -1,0 +1,91 @@
+"""Fused causal attention on a GPU: FlashAttention-4 where it is installed (Hopper, Blackwell), else torch's own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Segments(NamedTuple):
+    """Where the samples of a row stand among its queries and keys.
+
+    Sample i has queries q[i] .. q[i+1]-1 and keys k[i] .. k[i+1]-1; its last query sees its last key (the causal
+    mask is aligned at the end).
+    """
+
+    q: list[int]
+    k: list[int]
+    q_offsets: Tensor
+    """the same as int32 on the device [samples+1]"""
+    k_offsets: Tensor
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Queries and keys of the longest samples."""
+        q, k = (max(b - a for a, b in itertools.pairwise(edges)) for edges in (self.q, self.k))
+        return q, k
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output [N, Hq, dv] and log-sum-exp [N, Hq]."""
+    if kernels := _flash_attention_4(q.device):
+        out, lse, *_ = kernels._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(segments, scale))
+    else:
+        lengths = segments.q_offsets, segments.k_offsets, *segments.longest
+        forward = torch.ops.aten._flash_attention_forward
+        out, lse, *_ = forward(q, k, _pad(v, q), *lengths, 0.0, True, False, scale=scale)
+    return out[..., : v.shape[2]], lse.mT.contiguous()
+
+
+def flash_backward(
+    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for the softmax that `out` and `lse` belong to."""
+    lse = lse.mT.contiguous()
+    if kernels := _flash_attention_4(q.device):
+        dq, dk, dv, *_ = kernels._flash_attn_bwd(q, k, v, out, d_out, lse, **_arguments(segments, scale))
+    else:
+        lengths = segments.q_offsets, segments.k_offsets, *segments.longest
+        # Without dropout the kernel ignores its random state.
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        padded_d, padded_v, padded_out = (_pad(x, q) for x in (d_out, v, out))
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            padded_d, q, k, padded_v, padded_out, lse, *lengths, 0.0, True, unused, unused, scale=scale
+        )
+    return dq, dk, dv[..., : v.shape[2]]
+
+
+@functools.cache
+def _flash_attention_4(device: torch.device) -> Any:
+    """The module with the kernels, or None. Compiles them at first use, for any lengths."""
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn.cute import interface  # type: ignore[import-not-found]
+    except ModuleNotFoundError:
+        # FlashAttention-2 has the same name.
+        return None
+    return interface
+
+
+def _arguments(segments: Segments, scale: float) -> dict[str, Any]:
+    queries, keys = segments.longest
+    return {
+        "softmax_scale": scale,
+        "causal": True,
+        "cu_seqlens_q": segments.q_offsets,
+        "cu_seqlens_k": segments.k_offsets,
+        "max_seqlen_q": queries,
+        "max_seqlen_k": keys,
+    }
+
+
+def _pad(x: Tensor, like: Tensor) -> Tensor:
+    """Kernels of torch want one head size; MLA's values are narrower than its keys."""
+    return pad(x, (0, like.shape[2] - x.shape[2])).contiguous()

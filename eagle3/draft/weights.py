@@ -1,0 +1,116 @@
+"""Weights of one pass, and the operations on them together with their gradients.
+
+A pass computes in bfloat16 on a GPU; gradients are added up in float32, product by product, straight into the
+parameters' `.grad`: no gradient of a weight exists in bfloat16, and none is copied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eagle3.draft.accelerate import compiled_on_gpu
+
+
+class Weight(NamedTuple):
+    """One parameter, or the rows of several, in compute dtype."""
+
+    value: Tensor
+    """[out, in], or [H] of a norm"""
+    gradients: tuple[Tensor, ...]
+    """where the gradients of its rows are added up; empty without grad mode"""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *parameters: Tensor) -> Weight:
+        """Cast and merge parameters, once per pass."""
+        value = torch.empty(
+            sum(map(len, parameters)), *parameters[0].shape[1:], dtype=dtype, device=parameters[0].device
+        )
+        with torch.no_grad():
+            for parameter, rows in zip(parameters, value.split([len(p) for p in parameters]), strict=True):
+                rows.copy_(parameter)
+        gradients = tuple(_gradient(parameter) for parameter in parameters) if torch.is_grad_enabled() else ()
+        return cls(value, gradients)
+
+    def halves(self) -> tuple[Weight, Weight]:
+        """Split [out, 2H] into the weights of two inputs that are concatenated."""
+        values, gradients = self.value.chunk(2, 1), [gradient.chunk(2, 1) for gradient in self.gradients]
+        first, second = (Weight(value, tuple(g[i] for g in gradients)) for i, value in enumerate(values))
+        return first, second
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def linear(x: Tensor, weight: Weight, plus: Tensor | None = None) -> Tensor:
+    """[n, in] -> [n, out], plus a tensor of that shape."""
+    return functional.linear(x, weight.value) if plus is None else torch.addmm(plus, x, weight.value.mT)
+
+
+def add_linear(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
+    """Add [n, in] -> [n, out] to a tensor of that shape, in place."""
+    return total.addmm_(x, weight.value.mT)
+
+
+def linear_backward(d_out: Tensor, x: Tensor, weight: Weight) -> Tensor:
+    """Add up the weight's gradient; return that of x."""
+    weight_backward(d_out, x, weight)
+    return d_out @ weight.value
+
+
+def weight_backward(d_out: Tensor, x: Tensor, weight: Weight) -> None:
+    """Add up the weight's gradient."""
+    for total, part in zip(weight.gradients, d_out.split([len(g) for g in weight.gradients], 1), strict=True):
+        add_product(total, part.mT, x)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is float32 whatever a and b are."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, statistics in float32."""
+    return functional.rms_norm(x, weight.value.shape, weight.value, eps)
+
+
+def norm_backward(d_out: Tensor, x: Tensor, weight: Weight, eps: float, plus: Tensor | None = None) -> Tensor:
+    """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape."""
+    d_x, d_weight = _norm_backward(d_out, x, weight.value, eps, plus)
+    weight.gradients[0].add_(d_weight)
+    return d_x
+
+
+@compiled_on_gpu
+def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None) -> tuple[Tensor, Tensor]:
+    d, wide = d_out.float(), x.float()
+    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = wide * inverse
+    d_normed = d * weight
+    d_x = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)) * inverse
+    return (d_x if plus is None else d_x + plus).to(x.dtype), (d * normed).sum(0)
+
+
+@compiled_on_gpu
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[n, 2I] -> silu(gate) * up [n, I]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@compiled_on_gpu
+def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output again, which is cheaper than to keep it, and the gradient of gate_up."""
+    gate, up = gate_up.float().chunk(2, -1)
+    d, sigmoid = d_out.float(), gate.sigmoid()
+    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return (gate * sigmoid * up).to(d_out.dtype), torch.cat([d_gate, d * gate * sigmoid], -1).to(d_out.dtype)

@@ -1,0 +1,128 @@
+"""On a GPU the same pass runs in bfloat16 on fused kernels: it gives the plain float32 result up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eagle3.draft.config import DraftConfig, LatentShape
+from eagle3.draft.model import Draft
+from eagle3.draft.objective import Objective, Teacher, projected_loss
+from eagle3.draft.rows import Row, build_row
+from eagle3.draft.settings import DraftSettings
+from eagle3.draft.unroll import prepare, unroll
+from eagle3.hidden_states.reader import HiddenStateSample
+from eagle3.target import HeadWeights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+H, V, Vd = 256, 1003, 401
+UNROLL = 5
+Loss = Literal["kl", "ce", "lk_alpha", "lk_lambda"]
+# Odd lengths, holes between spans, a sample of one root, and one that is longer than a kernel's block.
+SPANS = [[(6, 41)], [(0, 5), (9, 140), (300, 333)], [(4, 7)], [(517, 1030)]]
+LATENT = LatentShape(q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+SHAPES: dict[str, dict[str, Any]] = {
+    "gqa": {"attention": "gqa", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    "mha": {"attention": "gqa", "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 128},
+    "mla": {
+        "attention": "mla",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "latent": LATENT,
+    },
+}
+
+
+def make(shape: str, generator: torch.Generator, **changes: Any) -> tuple[Draft, HeadWeights]:
+    """A random draft and head whose values bfloat16 holds exactly."""
+    config = DraftConfig(
+        hidden_size=H,
+        intermediate_size=512,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=V,
+        draft_vocab_size=Vd,
+        aux_layer_ids=(1, 2, 3),
+        **({"fc_norm": False, "norm_output": False, "norm_before_residual": False} | changes),
+        **SHAPES[shape],
+    )
+    chosen = torch.randperm(V, generator=generator)[:Vd].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, chosen, True)
+    draft = Draft(config, chosen - torch.arange(Vd), t2d)
+    for parameter in draft.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+        values = scale * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
+        parameter.data = values.bfloat16().float()
+    embedding, lm_head = (torch.randn(V, H, generator=generator).bfloat16().float() for _ in range(2))
+    return draft, HeadWeights(embedding, torch.ones(H), (lm_head / 8).bfloat16().float(), 1e-5)
+
+
+def make_row(generator: torch.Generator, *, sampled: bool) -> Row:
+    samples = []
+    for number, spans in enumerate(SPANS):
+        n = spans[-1][1]
+        rows = [row for start, end in spans for row in range(max(start - 1, 0), end - 1)]
+        states = HiddenStateSample(
+            id=str(number),
+            token_ids=torch.randint(V, (n,), generator=generator, dtype=torch.int32),
+            aux=torch.randn(n, 3, H, generator=generator).bfloat16(),
+            last=torch.randn(len(rows), H, generator=generator).bfloat16(),
+            last_rows=torch.tensor(rows),
+        )
+        samples.append((states, spans))
+    return build_row(samples, UNROLL, 0.7, np.random.default_rng(0)) if sampled else build_row(samples, UNROLL)
+
+
+def run(
+    draft: Draft, head: HeadWeights, row: Row, loss: Loss, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    draft = draft.to(device)
+    draft.zero_grad()
+    weights = prepare(draft, dtype)
+    row = row.to(device)
+    teacher = Teacher.of(head, draft.target_ids, device, dtype)
+    objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss), sampled=False)
+    hidden = unroll(weights, row, head.embedding.to(device, dtype))
+    value, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
+    value.backward()
+    gradients = {name: p.grad.double().cpu() for name, p in draft.named_parameters() if p.grad is not None}
+    return value.detach().double().cpu(), gradients
+
+
+def agree(draft: Draft, head: HeadWeights, row: Row, loss: Loss = "kl") -> None:
+    exact, expected = run(draft, head, row, loss, torch.device("cpu"), torch.float32)
+    fast, found = run(draft, head, row, loss, torch.device("cuda"), torch.bfloat16)
+    assert abs(fast - exact) / abs(exact) < 1e-2
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm() / gradient.norm())
+        print(f"{name} {error:.4f}")
+        assert error < 0.04, name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_loss_and_gradients_of_the_exact_and_the_sampled_unroll(shape: str, sampled: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    draft, head = make(shape, generator)
+    agree(draft, head, make_row(generator, sampled=sampled))
+
+
+@pytest.mark.parametrize("loss", ["ce", "lk_alpha", "lk_lambda"])
+def test_other_losses(loss: Loss) -> None:
+    generator = torch.Generator().manual_seed(2)
+    draft, head = make("gqa", generator)
+    agree(draft, head, make_row(generator, sampled=False), loss)
+
+
+def test_other_norms() -> None:
+    generator = torch.Generator().manual_seed(3)
+    draft, head = make("gqa", generator, fc_norm=True, norm_output=True, norm_before_residual=True)
+    agree(draft, head, make_row(generator, sampled=False))
