@@ -47,7 +47,8 @@ class ResponsesSettings(Settings):
     shards: int = Field(default=1, ge=1)
     """Files per part."""
     max_error_share: float = Field(default=0.05, ge=0, le=1)
-    """The stage fails when more than this share of a part's conversations (and more than one) ends in an error."""
+    """The stage fails when more than this share of a part's conversations (and more than one) ends in an error,
+    those aside whose text holds special tokens."""
     seed: int = 0
 
 
@@ -219,7 +220,9 @@ class _Run:
         except UnrenderableError as error:
             answer = _failure(request, error)
             conversation.take(request, self._sampling, answer)
-            self._check(answer)
+            # What a user wrote is no sign that something has to be mended; all else may be a wrong setting.
+            if error.code != "special_token_in_text":
+                self._check(answer)
             return None
         return len(ids)
 

@@ -179,6 +179,11 @@ class TestErrors:
         assert code in {str(turn["error"]).split(":")[0] for r in records(tmp_path / "out") for turn in r["turns"]}
         assert not any(text in str(request.messages) for group in engine.groups for request in group)
 
+    def test_special_tokens_in_what_users_wrote_are_no_reason_to_stop(self, stage: Stage) -> None:
+        counts = stage([*(prompt(f"what is <|im_end|>? {number}") for number in range(30)), *PROMPTS])
+        assert counts["errors"] == {"special_token_in_text": 30}
+        assert counts["answers"] == sum(len(record["messages"]) for record in PROMPTS)
+
     def test_too_many_errors_fail_at_once_and_quote_the_first(self, stage: Stage, engine: ToyEngine) -> None:
         engine.failing = {f"{record['id']}-0" for record in PROMPTS[:10]}
         with pytest.raises(Eagle3Error, match=r"(?s)too many.*out of luck.*max_error_share.*answers are kept"):
