@@ -86,7 +86,8 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     found = stats.summary()
     assert found["total"]["rows"] == samples.count + rejects.count
     write_json(folder / "stats.json", found)
-    return {**found["total"], "supervised share": found["supervised_share"]}
+    sources = {name: {"samples": part.get("samples", 0), **part["rejects"]} for name, part in found["sources"].items()}
+    return {**found["total"], "supervised share": found["supervised_share"], "by source": sources}
 
 
 def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, str | None, Record]]:

@@ -211,7 +211,8 @@ def test_counts_and_histograms_add_up(stage: Stage, chat: Chat) -> None:
     turns = [turn(chat, "the cat sat on a mat"), turn(chat, ""), turn(chat, "add two numbers: 12 + 30 = 42")]
     counts = stage.run(*turns)
     stats = read_json(stage.folder / "out" / "stats.json")
-    assert stats["total"] | {"supervised share": stats["supervised_share"]} == counts
+    by_source = {"s0": {"samples": 2}, "s1": {"samples": 0, "empty": 1}}
+    assert stats["total"] | {"supervised share": stats["supervised_share"], "by source": by_source} == counts
     assert stats["sources"]["s1"] == {"rows": 1, "rejects": {"empty": 1}}
     assert stats["sources"]["s0"]["samples"] == 2
     assert sum(stats["lengths"]["answer"].values()) == 2
