@@ -1,7 +1,8 @@
 """Given answers: what a source itself holds as answers becomes responses, without an engine.
 
-Prompts are rendered as for an engine, so later turns see earlier answers as history; the ids of an answer are put
-together as for an endpoint that returns text. Such answers are off-policy: another model or a person may have
+Prompts are rendered as for an engine, so later turns see earlier answers as history. The ids of an answer are what
+the template writes for it; where it leaves out the reasoning, as many do, they are put together as for an endpoint
+that returns text. Such answers are off-policy: another model or a person may have
 written them, so their records name the engine `given`.
 """
 
@@ -17,7 +18,7 @@ from eagle3.chat import Chat, UnrenderableError
 from eagle3.console import progress
 from eagle3.engines import GenerationRequest, Message
 from eagle3.files.records import Record
-from eagle3.rebuild import after_content, heads, until_end
+from eagle3.rebuild import after_content, finished_text, heads, until_end
 
 NAME = "given"
 
@@ -58,7 +59,7 @@ class _Turn(NamedTuple):
     request: GenerationRequest
     message: Message
     texts: tuple[str, ...] = ()
-    """Prompt, reasoning, content, and what follows it."""
+    """Prompt and answer; or prompt, reasoning, content, and what follows it."""
     error: str | None = None
 
 
@@ -77,12 +78,26 @@ def _turns(chat: Chat, prompt: Record, template_kwargs: Mapping[str, Any]) -> li
         try:
             _check(chat, message)
             asked = chat.render_text(request.messages, tools=request.tools, template_kwargs=template_kwargs)
-            texts = (asked, message.get("reasoning", ""), message["content"], after_content(chat, request, message))
-            turns.append(_Turn(request, message, texts))
+            turns.append(_Turn(request, message, (asked, *_answer(chat, request, message, asked))))
         except UnrenderableError as error:
             turns.append(_Turn(request, message, error=f"{error.code}: {error.detail}"))
             break
     return turns
+
+
+def _answer(chat: Chat, request: GenerationRequest, message: Message, asked: str) -> tuple[str, ...]:
+    """Return the answer's text if the template writes all of it behind the prompt, else its parts."""
+    reasoning, content = message.get("reasoning", ""), message["content"]
+    finished = finished_text(chat, request, message)
+    written = finished.removeprefix(asked)
+    thought, said = "", written
+    opening, closing = map(chat.control.__getitem__, chat.reasoning_ids) if chat.reasoning_ids else ("", "")
+    if closing and closing in written:
+        thought, _, said = written.partition(closing)
+    whole = thought.removeprefix(opening).strip() == reasoning.strip() and said.lstrip().startswith(content.strip())
+    if finished.startswith(asked) and whole:
+        return (written,)
+    return reasoning, content, after_content(chat, request, message)
 
 
 def _check(chat: Chat, message: Message) -> None:
@@ -102,8 +117,12 @@ def _record(chat: Chat, turn: _Turn, encoded: list[list[int]]) -> Record:
     token_ids: list[int] = []
     finish = "error"
     if turn.error is None:
-        prompt_ids, reasoning, content, rest = encoded
-        token_ids = [*next(heads(chat, prompt_ids, reasoning)), *content, *until_end(chat, rest)]
+        prompt_ids, *answer = encoded
+        if len(answer) == 1:
+            token_ids = until_end(chat, answer[0])
+        else:
+            reasoning, content, rest = answer
+            token_ids = [*next(heads(chat, prompt_ids, reasoning)), *content, *until_end(chat, rest)]
         finish = "tool_calls" if "tool_calls" in turn.message else "stop"
     request = turn.request
     asked = {"messages": request.messages, "template_kwargs": request.template_kwargs, "tools": request.tools}

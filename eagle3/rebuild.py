@@ -96,9 +96,19 @@ def after_content(chat: Chat, request: GenerationRequest, message: Message) -> s
     Raises:
         UnrenderableError: the template refuses the answer.
     """
+    answer = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls")}
+    return finished_text(chat, request, answer).rpartition(_CONTENT)[2]
+
+
+def finished_text(chat: Chat, request: GenerationRequest, message: Message) -> str:
+    """Return the conversation with its answer as the template writes it, arguments of calls word for word.
+
+    Raises:
+        UnrenderableError: the template refuses the answer.
+    """
     calls = message.get("tool_calls") or []
     arguments = [call["function"]["arguments"] for call in calls]
-    text = _render(chat, request, calls)
+    text = _render(chat, request, message, calls)
     if all(argument in text for argument in arguments):
         return text
     # A template that wants the arguments as a mapping has quoted the string.
@@ -109,12 +119,11 @@ def after_content(chat: Chat, request: GenerationRequest, message: Message) -> s
         ]
     except orjson.JSONDecodeError:
         return text
-    return _render(chat, request, parsed)
+    return _render(chat, request, message, parsed)
 
 
-def _render(chat: Chat, request: GenerationRequest, calls: list[dict[str, Any]]) -> str:
-    answer: Message = {"role": "assistant", "content": _CONTENT}
+def _render(chat: Chat, request: GenerationRequest, message: Message, calls: list[dict[str, Any]]) -> str:
+    answer = {key: value for key, value in message.items() if key != "tool_calls"}
     if calls:
         answer["tool_calls"] = calls
-    text = chat.apply([*request.messages, answer], request.tools, request.template_kwargs, generate=False)
-    return text.rpartition(_CONTENT)[2]
+    return chat.apply([*request.messages, answer], request.tools, request.template_kwargs, generate=False)

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3 import responses
+from eagle3 import responses, samples
 from eagle3.chat import Chat, load_chat
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.files.records import Record, read_records, write_json, write_records
 from eagle3.given import answer_as_given
 from eagle3.prompts.conversations import to_conversation
 from eagle3.responses import ResponsesSettings
-from eagle3.target import load_target
+from eagle3.samples import SamplesSettings
+from eagle3.target import Target, load_target
 from tests.engines import targets
 
 USER = {"role": "user", "content": "How many baskets?"}
@@ -65,12 +66,14 @@ def text(chat: Chat, ids: list[int]) -> str:
     return str(chat.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-@given(content=WORDS, reasoning=WORDS, key=st.sampled_from(["reasoning", "reasoning_content", "thinking", "inline"]))
+@given(
+    content=WORDS,
+    reasoning=WORDS.filter(str.strip),
+    key=st.sampled_from(["reasoning", "reasoning_content", "thinking", "inline"]),
+)
 def test_an_answer_is_put_together_as_the_target_would_write_it(
     chat: Chat, content: str, reasoning: str, key: str
 ) -> None:
-    if key == "inline" and not reasoning.strip():
-        return
     given = answer(f"<think>{reasoning}</think>{content}") if key == "inline" else answer(content, **{key: reasoning})
     [turn] = answers(chat, USER, given)
     expected = chat.encode([f"{reasoning}</think>{content}<|im_end|>"])[0]
@@ -100,6 +103,44 @@ def test_later_turns_see_earlier_answers_as_history(chat: Chat) -> None:
     # The template blanks old reasoning; the sample of the first turn has it.
     assert "count" not in text(chat, turns[1]["prompt_ids"])
     assert "count" in text(chat, turns[0]["token_ids"])
+
+
+class TestTemplateThatShowsReasoning:
+    """As Qwen3's: line breaks around reasoning, blanks at the ends of the text go."""
+
+    TEMPLATE = (
+        "{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}"
+        "<think>\n{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}"
+        "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_assistant|>{% if thinking is defined and not thinking %}"
+        "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+
+    @pytest.fixture
+    def qwen(self, tmp_path: Path) -> Chat:
+        folder = tmp_path
+        tokenizer = targets.make_tokenizer()
+        tokenizer.chat_template = self.TEMPLATE
+        tokenizer.save_pretrained(folder)
+        config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
+        return load_chat(Target(folder, "x", config, trust_remote_code=False))
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            answer(" Seven", reasoning="count"),
+            answer("<think>\ncount\n</think>\n\nSeven"),
+            answer("Seven\n", thinking="\ncount"),
+        ],
+    )
+    def test_the_answer_is_what_the_template_writes(self, qwen: Chat, given: dict[str, Any]) -> None:
+        [turn] = answers(qwen, USER, given)
+        assert text(qwen, turn["token_ids"]) == "<think>\ncount\n</think>\n\nSeven<|im_end|>"
+        assert turn["prompt_ids"] == qwen.render([USER])
+
+    def test_without_thinking(self, qwen: Chat) -> None:
+        [turn] = answers(qwen, USER, answer("Seven"), thinking=False)
+        assert text(qwen, turn["token_ids"]) == "Seven<|im_end|>"
 
 
 class TestTools:
@@ -186,6 +227,20 @@ class TestStage:
             assert sorted(record["id"] for record in records) == [record["id"] for record in prompts]
             assert {record["engine"]["name"] for record in records} == {"given"}
             assert all(turn["error"] is None for record in records for turn in record["turns"])
+
+    def test_they_become_clean_samples(self, target: Path, tmp_path: Path) -> None:
+        call = answer("Look.", reasoning="think of it", tool_calls=[CALL])
+        asked = prompt(USER, call, RESULT, answer("Wet, bring a coat."), USER, answer(""), tools=targets.TOOLS)
+        self.run(target, tmp_path, [asked])
+        shard = tmp_path / "out" / "shard-0.jsonl.zst"
+        counts = samples.make(SamplesSettings(), target=target, responses=[shard], folder=tmp_path)
+        found = list(read_records(tmp_path / "samples.jsonl.zst"))
+        assert [(sample["turn"], sample["finish_reason"]) for sample in found] == [(0, "tool_calls"), (1, "stop")]
+        assert all(sample["off_policy"] for sample in found)
+        chat = load_chat(load_target(target))
+        [[start, end]] = found[0]["spans"]
+        assert text(chat, found[0]["input_ids"][start:end]) == f"think of it</think>Look.{targets.CALL}<|im_end|>"
+        assert counts["rejects"] == {"empty": 1}
 
     def test_template_kwargs_reach_the_template(self, target: Path, tmp_path: Path) -> None:
         [record] = self.run(target, tmp_path, [prompt(USER, answer("a"))], template_kwargs={"thinking": False})

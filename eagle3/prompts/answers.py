@@ -32,7 +32,7 @@ def read_answer(message: Mapping[str, Any], text: str) -> Message:
     found = [value for key in _REASONING_KEYS if (value := message.get(key))]
     if not all(isinstance(value, str) for value in found):
         raise RejectedError("reasoning_form", "reasoning that is not text")
-    reasoning = set(found)
+    reasoning = {value for value in found if value.strip()}
     if text.lstrip().startswith(_OPENING):
         inline, closed, rest = text.lstrip().removeprefix(_OPENING).partition(_CLOSING)
         if not closed:
