@@ -72,7 +72,14 @@ def test_the_report_holds_every_figure(finished: Project, tmp_path: Path) -> Non
     target = tmp_path / "report.html"
     finished.snakemake("--report", str(target))
     text = target.read_text()
-    for figure in ("training.svg", "acceptance_positions.svg", "coverage.svg", "rejects.svg", "summary.html", "samples.html"):
+    for figure in (
+        "training.svg",
+        "acceptance_positions.svg",
+        "coverage.svg",
+        "rejects.svg",
+        "summary.html",
+        "samples.html",
+    ):
         assert figure in text
 
 
