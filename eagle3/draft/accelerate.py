@@ -1,4 +1,4 @@
-"""Compilation of element-wise work on a GPU."""
+"""Element-wise work on a GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,39 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# One graph per number of own-column keys and gradient mode is expected; more means a shape is not dynamic.
-RECOMPILE_LIMIT = 64
 
-
-def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Fuse `function` with torch.compile when its tensors are on a GPU; the second length seen makes
-    lengths dynamic, so rows do not recompile.
+def kernel_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Replace `function` by the kernel of that name (but for a leading underscore) where its tensors are on a GPU.
 
     On CPU it runs as written: the same operations in the same order on every machine.
     """
 
-    @functools.cache
-    def compiled() -> Callable[P, R]:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-        fast: Callable[P, R] = torch.compile(function)
-        return fast
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        if not first.is_cuda:
+            return function(*args, **kwargs)
+        # Triton is there only where torch was built for GPUs.
+        from eagle3.draft import kernels
+
+        fast: Callable[P, R] = getattr(kernels, function.__name__.removeprefix("_"))
+        return fast(*args, **kwargs)
+
+    return call
+
+
+def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Fuse `function` with torch.compile where its tensors are on a GPU; the second length seen makes lengths
+    dynamic, so rows do not recompile.
+
+    On CPU it runs as written.
+    """
+    compiled = functools.cache(lambda: torch.compile(function))
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        return compiled()(*args, **kwargs) if first.is_cuda else function(*args, **kwargs)
+        fast: Callable[P, R] = compiled() if first.is_cuda else function
+        return fast(*args, **kwargs)
 
     return call

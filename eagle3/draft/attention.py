@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.draft.accelerate import compiled_on_gpu
+from eagle3.draft.accelerate import kernel_on_gpu
 from eagle3.draft.flash import Segments, flash_backward, flash_forward
 
 # Queries of one block of the plain implementation: bounds its score matrix.
@@ -95,7 +95,7 @@ def attend_backward(
     return _fold_backward(dq, d_out, q, out, lse, scale, keys.own_k, keys.own_v, gradients.own_k, gradients.own_v)
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def _fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Add own-column keys to a finished softmax."""
     grouped = q.float().unflatten(1, (keys.shape[2], -1))
@@ -107,7 +107,7 @@ def _fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, value
     return result.view(out.shape).to(out.dtype), total.view(lse.shape)
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def _fold_backward(
     dq: Tensor,
     d_out: Tensor,

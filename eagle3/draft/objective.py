@@ -125,7 +125,8 @@ class _ProjectedLoss(torch.autograd.Function):
         scales: Sequence[float],
     ) -> tuple[Tensor, ...]:
         needed = ctx.needs_input_grad[0]
-        weights = torch.tensor(scales, device=hidden.device)[row.pair_steps]
+        by_step = [torch.full((n,), scale, device=hidden.device) for n, scale in zip(row.alive, scales, strict=False)]
+        weights = torch.cat(by_step)[row.pairs]
         total = hidden.new_zeros((), dtype=torch.float32)
         loss = torch.empty(len(hidden), device=hidden.device)
         drafted = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
@@ -139,7 +140,11 @@ class _ProjectedLoss(torch.autograd.Function):
             rows = hidden.index_select(0, pairs)
             teachers = row.pair_teachers[chunk] - taught.start
             logits = linear(rows, lm_head)
-            part, choice, d_logits = _student(logits, teachers, weight, lesson, *objective.student)
+            if logits.is_cuda and not objective.loss.startswith("lk"):
+                offsets = row.pair_offsets[taught.start : taught.stop + 1]
+                part, choice, d_logits = _cross_entropy(logits, offsets, len(row.alive), weight, lesson)
+            else:
+                part, choice, d_logits = _student(logits, teachers, weight, lesson, *objective.student)
             total += (part * weight).sum()
             loss[pairs] = part
             drafted[pairs] = choice
@@ -200,6 +205,16 @@ def _targets(logits: Tensor, size: int, loss: str, true_mass: bool) -> tuple[Ten
         target = chosen.softmax(-1) * (top < size)[:, None]
     negentropy = torch.special.xlogy(target, target).sum(-1)
     return target, target.sum(-1), negentropy, true, top
+
+
+def _cross_entropy(
+    logits: Tensor, offsets: Tensor, students: int, weights: Tensor, lesson: _Lesson
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_student` of kl and ce as one kernel, for GPUs; the gradient takes the place of the logits."""
+    from eagle3.draft import kernels
+
+    value, choice = kernels.cross_entropy(logits, offsets, students, weights, *lesson[:3])
+    return value, choice, logits
 
 
 @compiled_on_gpu

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.draft.accelerate import compiled_on_gpu
+from eagle3.draft.accelerate import kernel_on_gpu
 from eagle3.draft.config import DraftConfig
 
 
@@ -70,7 +70,7 @@ def softmax_scale(config: DraftConfig) -> float:
     return scale
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def _rotate(x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cosines[positions][:, None], sines[positions][:, None]
     if interleaved:

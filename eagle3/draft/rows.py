@@ -48,10 +48,10 @@ class Row:
     """[M] int64: all (step, root) pairs as places among the unroll's outputs, in the order of their teachers"""
     pair_teachers: Tensor
     """[M] int64: rank of the pair's teacher"""
-    pair_steps: Tensor
-    """[M] int64"""
     pair_bounds: list[int]
     """[R+1]: the pairs that teacher r teaches are pair_bounds[r] .. pair_bounds[r+1]-1"""
+    pair_offsets: Tensor
+    """the same as int64 on the device"""
     segments: Segments
 
     def to(self, device: torch.device) -> Row:
@@ -110,8 +110,8 @@ def build_row(
     alive = tuple(int(n) for t in range(unroll) if (n := (lifetimes > t).sum()))
     # Root p at step t is taught by root p+t.
     pair_teachers = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
-    pair_steps = np.repeat(np.arange(len(alive)), alive)
     pairs = np.argsort(pair_teachers, kind="stable")
+    bounds = np.searchsorted(pair_teachers[pairs], np.arange(len(order) + 1))
     return Row(
         ids=tuple(states.id for states, _ in samples),
         aux=torch.cat([states.aux[: part.context] for (states, _), part in zip(samples, parts, strict=True)]),
@@ -125,8 +125,8 @@ def build_row(
         alive=alive,
         pairs=torch.from_numpy(pairs),
         pair_teachers=torch.from_numpy(pair_teachers[pairs]),
-        pair_steps=torch.from_numpy(pair_steps[pairs]),
-        pair_bounds=np.searchsorted(pair_teachers[pairs], np.arange(len(order) + 1)).tolist(),
+        pair_bounds=bounds.tolist(),
+        pair_offsets=torch.from_numpy(bounds),
         segments=Segments(
             query_starts.tolist(),
             starts.tolist(),

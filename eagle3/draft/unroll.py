@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eagle3.draft.accelerate import kernel_on_gpu
 from eagle3.draft.attention import Keys, Places, attend, attend_backward
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Draft, Layer, Norm
@@ -209,7 +210,8 @@ class _Pass:
         for t, d_output in reversed(list(enumerate(d_hidden.split(row.alive)))):
             d_stream, d_normed, *entered = self._step_backward(t, d_output, d_stream)
             d_entered.insert(0, (entered[0], entered[1]))
-        d_q, d_kv = (_sum_by_token(torch.cat(parts), row) for parts in zip(*d_entered, strict=True))
+        # Root p at step t reads the token of root p+t, which is also its teacher.
+        d_q, d_kv = (_sum_rows(torch.cat(x), row.pairs, row.pair_offsets) for x in zip(*d_entered, strict=True))
         return self._start_backward(d_stream, d_normed, d_q, d_kv)
 
     def _step_backward(self, t: int, d_output: Tensor, d_next: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -304,9 +306,7 @@ def _add_first(x: Tensor, first: Tensor) -> Tensor:
     return x
 
 
-def _sum_by_token(x: Tensor, row: Row) -> Tensor:
-    """Sum rows of all (step, root) [M, ...] that read the token of the same root [R, ...]: root p at step t reads
-    that of root p+t, which is also its teacher.
-    """
-    offsets = torch.searchsorted(row.pair_teachers, torch.arange(len(row.ranks) + 1, device=x.device))
-    return functional.embedding_bag(row.pairs, x, offsets, mode="sum", include_last_offset=True)
+@kernel_on_gpu
+def _sum_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sum x[rows[offsets[i] : offsets[i+1]]] for every i."""
+    return functional.embedding_bag(rows, x, offsets, mode="sum", include_last_offset=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eagle3.draft.accelerate import compiled_on_gpu
+from eagle3.draft.accelerate import kernel_on_gpu
 
 
 class Weight(NamedTuple):
@@ -90,7 +90,7 @@ def norm_backward(d_out: Tensor, x: Tensor, weight: Weight, eps: float, plus: Te
     return d_x
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None) -> tuple[Tensor, Tensor]:
     d, wide = d_out.float(), x.float()
     inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -100,14 +100,14 @@ def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: T
     return (d_x if plus is None else d_x + plus).to(x.dtype), (d * normed).sum(0)
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def swiglu(gate_up: Tensor) -> Tensor:
     """[n, 2I] -> silu(gate) * up [n, I]."""
     gate, up = gate_up.float().chunk(2, -1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
-@compiled_on_gpu
+@kernel_on_gpu
 def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output again, which is cheaper than to keep it, and the gradient of gate_up."""
     gate, up = gate_up.float().chunk(2, -1)

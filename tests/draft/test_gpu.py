@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 H, V, Vd = 256, 1003, 401
 UNROLL = 5
-Loss = Literal["kl", "ce", "lk_alpha", "lk_lambda"]
+Loss = Literal["kl", "lk_alpha", "lk_lambda"]
 # Odd lengths, holes between spans, a sample of one root, and one that is longer than a kernel's block.
 SPANS = [[(6, 41)], [(0, 5), (9, 140), (300, 333)], [(4, 7)], [(517, 1030)]]
 LATENT = LatentShape(q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -88,7 +88,8 @@ def run(
     weights = prepare(draft, dtype)
     row = row.to(device)
     teacher = Teacher.of(head, draft.target_ids, device, dtype)
-    objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss), sampled=False)
+    # On the true mass nothing depends on which of two almost equal logits is larger.
+    objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss, true_mass=True), sampled=False)
     hidden = unroll(weights, row, head.embedding.to(device, dtype))
     value, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
     value.backward()
@@ -115,7 +116,7 @@ def test_loss_and_gradients_of_the_exact_and_the_sampled_unroll(shape: str, samp
     agree(draft, head, make_row(generator, sampled=sampled))
 
 
-@pytest.mark.parametrize("loss", ["ce", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize("loss", ["lk_alpha", "lk_lambda"])
 def test_other_losses(loss: Loss) -> None:
     generator = torch.Generator().manual_seed(2)
     draft, head = make("gqa", generator)

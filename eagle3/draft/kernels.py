@@ -1,0 +1,302 @@
+# mypy: allow-untyped-decorators, disable-error-code="no-untyped-def"
+"""Triton kernels of the element-wise work, for GPUs. Every one has a plain twin that says what it computes.
+
+All compute in float32 and read every operand once or twice: their time is that of the memory traffic. Lengths are
+arguments, not compile-time constants, so rows do not recompile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+from triton import next_power_of_2 as padded
+
+
+def fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`attention._fold`: q [n, Hq, d], out [n, Hq, dv], lse [n, Hq], keys and values [t, n, Hkv, ...]."""
+    n, groups = len(q), keys.shape[2]
+    joint, total = torch.empty_like(out), torch.empty_like(lse)
+    _fold[n, groups](q, out, lse, keys, values, joint, total, scale, len(keys), *_shape(q, keys, values), num_warps=2)
+    return joint, total
+
+
+def fold_backward(
+    dq: Tensor,
+    d_out: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    keys: Tensor,
+    values: Tensor,
+    d_keys: Tensor,
+    d_values: Tensor,
+) -> Tensor:
+    """`attention._fold_backward`, dq in place."""
+    grid, shape = (len(q), keys.shape[2]), _shape(q, keys, values)
+    _fold_backward[grid](dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, len(keys), *shape, num_warps=2)
+    return dq
+
+
+def _shape(q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """Steps' strides, key-value heads, queries' heads of each, head sizes; and the padded sizes."""
+    heads, d, dv = q.shape[1] // keys.shape[2], keys.shape[3], values.shape[3]
+    sizes = keys.shape[2], heads, d, dv
+    return keys.stride(0), values.stride(0), *sizes, padded(heads), padded(d), padded(dv)
+
+
+@triton.jit
+def _fold(
+    q, out, lse, keys, values, joint, total, scale, steps, k_step, v_step,
+    groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
+    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
+    row = place * heads + head
+    at = row[:, None] * d + column
+    out_at = row[:, None] * dv + value_column
+    inside = (head < heads)[:, None] & (column < d)
+    out_inside = (head < heads)[:, None] & (value_column < dv)
+    query = tl.load(q + at, inside, 0.0).to(tl.float32)
+    result = tl.load(out + out_at, out_inside, 0.0).to(tl.float32)
+    # One more softmax over what is there already, online.
+    largest = tl.load(lse + row, head < heads, 0.0)
+    mass = tl.full([HEADS], 1.0, tl.float32)
+    key_at, value_at = place * d + column, place * dv + value_column
+    for _ in range(steps):
+        key = tl.load(keys + key_at, column < d, 0.0).to(tl.float32)
+        value = tl.load(values + value_at, value_column < dv, 0.0).to(tl.float32)
+        score = tl.sum(query * key[None, :], 1) * scale
+        top = tl.maximum(largest, score)
+        shrink, weight = tl.exp(largest - top), tl.exp(score - top)
+        mass = mass * shrink + weight
+        result = result * shrink[:, None] + weight[:, None] * value[None, :]
+        largest = top
+        key_at += k_step
+        value_at += v_step
+    tl.store(joint + out_at, result / mass[:, None], out_inside)
+    tl.store(total + row, largest + tl.log(mass), head < heads)
+
+
+@triton.jit
+def _fold_backward(
+    dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, steps, k_step, v_step,
+    groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
+    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
+    row = place * heads + head
+    at = row[:, None] * d + column
+    out_at = row[:, None] * dv + value_column
+    inside = (head < heads)[:, None] & (column < d)
+    out_inside = (head < heads)[:, None] & (value_column < dv)
+    query = tl.load(q + at, inside, 0.0).to(tl.float32)
+    d_query = tl.load(dq + at, inside, 0.0).to(tl.float32)
+    d_result = tl.load(d_out + out_at, out_inside, 0.0).to(tl.float32)
+    delta = tl.sum(d_result * tl.load(out + out_at, out_inside, 0.0).to(tl.float32), 1)
+    # Heads that only pad get weight 0.
+    total = tl.load(lse + row, head < heads, float("inf"))
+    key_at, value_at = place * d + column, place * dv + value_column
+    for _ in range(steps):
+        key = tl.load(keys + key_at, column < d, 0.0).to(tl.float32)
+        value = tl.load(values + value_at, value_column < dv, 0.0).to(tl.float32)
+        weight = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
+        d_score = weight * (tl.sum(d_result * value[None, :], 1) - delta) * scale
+        d_query += d_score[:, None] * key[None, :]
+        d_key = tl.load(d_keys + key_at, column < d, 0.0).to(tl.float32) + tl.sum(d_score[:, None] * query, 0)
+        d_value = tl.load(d_values + value_at, value_column < dv, 0.0).to(tl.float32)
+        tl.store(d_keys + key_at, d_key, column < d)
+        tl.store(d_values + value_at, d_value + tl.sum(weight[:, None] * d_result, 0), value_column < dv)
+        key_at += k_step
+        value_at += v_step
+    tl.store(dq + at, d_query, inside)
+
+
+def cross_entropy(
+    logits: Tensor, offsets: Tensor, students: int, weights: Tensor, target: Tensor, mass: Tensor, negentropy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`objective._student` of kl and ce; writes the gradient over the logits.
+
+    Args:
+        logits: [m, Vd].
+        offsets: [B+1] int64; teacher b's rows are offsets[b] - offsets[0] .. offsets[b+1] - offsets[0] - 1.
+        students: the most rows that a teacher has.
+        weights: [m].
+        target: [B, Vd] float32.
+        mass: [B] its sum.
+        negentropy: [B] sum of target log target.
+
+    Returns:
+        loss and choice [m].
+    """
+    value, choice = torch.empty_like(weights), torch.empty_like(weights, dtype=torch.int64)
+    _cross_entropy[(len(target),)](
+        logits, offsets, weights, target, mass, negentropy, value, choice, target.shape[1],
+        STUDENTS=padded(students), BLOCK=512, num_warps=8,
+    )  # fmt: skip
+    return value, choice
+
+
+@triton.jit
+def _cross_entropy(
+    logits, offsets, weights, target, mass, negentropy, value, choice, size,
+    STUDENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # All students of a teacher together: its distribution is read once for all of them.
+    teacher = tl.program_id(0).to(tl.int64)
+    student, column = tl.arange(0, STUDENTS), tl.arange(0, BLOCK)
+    first, start = tl.load(offsets), tl.load(offsets + teacher)
+    row = start - first + student
+    present = row < tl.load(offsets + teacher + 1) - first
+    at, target_at = row[:, None] * size + column, teacher * size + column
+    largest = tl.full([STUDENTS], float("-inf"), tl.float32)
+    best, total, product = tl.zeros([STUDENTS], tl.int32), tl.zeros_like(largest), tl.zeros_like(largest)
+    for block in range(0, size, BLOCK):
+        inside = column < size - block
+        mask = present[:, None] & inside
+        # Zero for rows that only pad, so that no number there is undefined.
+        z = tl.load(logits + at + block, mask, 0.0).to(tl.float32)
+        wanted = tl.load(target + target_at + block, inside, 0.0)
+        product += tl.sum(z * wanted[None, :], 1)
+        z = tl.where(inside[None, :], z, float("-inf"))
+        top, place = tl.max(z, 1, return_indices=True)
+        best = tl.where(top > largest, place + block, best)
+        top = tl.maximum(top, largest)
+        total = total * tl.exp(largest - top) + tl.sum(tl.exp(z - top[:, None]), 1)
+        largest = top
+    lse = largest + tl.log(total)
+    whole, weight = tl.load(mass + teacher), tl.load(weights + row, present, 0.0)
+    tl.store(value + row, tl.load(negentropy + teacher) - product + whole * lse, present)
+    tl.store(choice + row, best, present)
+    for block in range(0, size, BLOCK):
+        inside = column < size - block
+        mask = present[:, None] & inside
+        z = tl.load(logits + at + block, mask, 0.0).to(tl.float32)
+        wanted = tl.load(target + target_at + block, inside, 0.0)
+        gradient = (tl.exp(z - lse[:, None]) * whole - wanted[None, :]) * weight[:, None]
+        tl.store(logits + at + block, gradient, mask)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`weights.swiglu`."""
+    n, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(n, width)
+    _swiglu[n, triton.cdiv(width, 2048)](gate_up, out, width, BLOCK=2048, num_warps=4)
+    return out
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * 2 * width + column, column < width
+    gate = tl.load(gate_up + at, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, inside, 0.0).to(tl.float32)
+    tl.store(out + row * width + column, gate * tl.sigmoid(gate) * up, inside)
+
+
+def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`weights.swiglu_backward`."""
+    n, width = d_out.shape
+    out, d_gate_up = torch.empty_like(d_out), torch.empty_like(gate_up)
+    _swiglu_backward[n, triton.cdiv(width, 1024)](d_out, gate_up, out, d_gate_up, width, BLOCK=1024, num_warps=4)
+    return out, d_gate_up
+
+
+@triton.jit
+def _swiglu_backward(d_out, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * 2 * width + column, column < width
+    gate = tl.load(gate_up + at, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, inside, 0.0).to(tl.float32)
+    d = tl.load(d_out + row * width + column, inside, 0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(out + row * width + column, gate * sigmoid * up, inside)
+    tl.store(d_gate_up + at, d * up * sigmoid * (1 + gate * (1 - sigmoid)), inside)
+    tl.store(d_gate_up + at + width, d * gate * sigmoid, inside)
+
+
+def norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`weights._norm_backward`; rows of x may be apart."""
+    n, size = x.shape
+    d_x, block, parts = x.new_empty(n, size), padded(size), min(n, 1024)
+    d_weight = torch.empty(parts, size, dtype=torch.float32, device=x.device)
+    _norm_backward[(parts,)](
+        d_out.contiguous(), x, weight, plus, d_x, d_weight, n, size, x.stride(0), eps,
+        PLUS=plus is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return d_x, d_weight.sum(0)
+
+
+@triton.jit
+def _norm_backward(
+    d_out, x, weight, plus, d_x, d_weight, n, size, stride, eps, PLUS: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    gradient = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
+        d = tl.load(d_out + row * size + column, inside, 0.0).to(tl.float32)
+        wide = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+        normed, d_normed = wide * inverse, d * factor
+        gradient += d * normed
+        result = (d_normed - normed * (tl.sum(d_normed * normed, 0) / size)) * inverse
+        if PLUS:
+            result += tl.load(plus + row * size + column, inside, 0.0).to(tl.float32)
+        tl.store(d_x + row * size + column, result, inside)
+    tl.store(d_weight + tl.program_id(0).to(tl.int64) * size + column, gradient, inside)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`rope._rotate`; rows and heads of x may be apart."""
+    n, heads, d = x.shape
+    out = x.new_empty(n, heads, d)
+    _rotate[(n,)](
+        x, positions, cos, sin, out, heads, x.stride(0), x.stride(1),
+        HALF=d // 2, INTERLEAVED=interleaved, HEADS=padded(heads), BLOCK=padded(d // 2), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate(
+    x, positions, cosines, sines, out, heads, row_stride, head_stride,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (pair < HALF)
+    angle = tl.load(positions + row) * HALF + pair
+    cos, sin = tl.load(cosines + angle, pair < HALF, 0.0), tl.load(sines + angle, pair < HALF, 0.0)
+    first_at = 2 * pair if INTERLEAVED else pair
+    second_at = first_at + (1 if INTERLEAVED else HALF)
+    source, goal = x + row * row_stride + head * head_stride, out + (row * heads + head) * (2 * HALF)
+    first = tl.load(source + first_at, inside, 0.0).to(tl.float32)
+    second = tl.load(source + second_at, inside, 0.0).to(tl.float32)
+    tl.store(goal + first_at, first * cos - second * sin, inside)
+    tl.store(goal + second_at, second * cos + first * sin, inside)
+
+
+def sum_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sum x[rows[offsets[i] : offsets[i+1]]] for every i."""
+    size = x.shape[1]
+    out = x.new_empty(len(offsets) - 1, size)
+    _sum_rows[len(out), triton.cdiv(size, 1024)](x, rows, offsets, out, size, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _sum_rows(x, rows, offsets, out, size, BLOCK: tl.constexpr):
+    bag = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in range(tl.load(offsets + bag), tl.load(offsets + bag + 1)):
+        total += tl.load(x + tl.load(rows + index) * size + column, column < size, 0.0).to(tl.float32)
+    tl.store(out + bag * size + column, total, column < size)
