@@ -31,6 +31,8 @@ from eagle3.written import WrittenSettings
 
 # Sections whose `seed` follows the top-level one unless they set their own.
 _SEEDED = ("written", "prompts", "responses", "dataset", "draft")
+# What serving takes over from how the responses were made, unless it is set.
+_SERVED_LIKE_RESPONSES = ("temperature", "top_p")
 
 
 class Config(Settings):
@@ -70,6 +72,11 @@ def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Con
         part = seeded.setdefault(section, {})
         if isinstance(part, dict):
             part.setdefault("seed", seeded.get("seed", 0))
+    responses, acceptance = seeded["responses"], seeded.setdefault("acceptance", {})
+    if isinstance(responses, dict) and isinstance(acceptance, dict):
+        for key in _SERVED_LIKE_RESPONSES:
+            if key in responses:
+                acceptance.setdefault(key, responses[key])
     try:
         config = Config.model_validate(seeded)
     except ValidationError as error:

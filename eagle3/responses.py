@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -177,6 +178,7 @@ class _Run:
         """Answer every turn, wave by wave; what the log holds is not computed again."""
         resumable = ResumableEngine(engine, log)
         total = sum(conversation.turns_left for shard in self.shards for conversation in shard)
+        tokens, started = 0, perf_counter()
         with progress(total, "responses", "answers") as bar:
             while any(conversation.turns_left for shard in self.shards for conversation in shard):
                 for group in self._wave(engine.batch_size):
@@ -185,6 +187,8 @@ class _Run:
                         conversation, request = asked[answer.id]
                         conversation.take(request, self._sampling, answer)
                         self._check(answer)
+                        tokens += len(answer.token_ids)
+                        bar.set_postfix_str(self._state(tokens, perf_counter() - started), refresh=False)
                         bar.update(1)
 
     def _wave(self, size: int | None) -> list[Wave]:
@@ -226,6 +230,11 @@ class _Run:
             return None
         return len(ids)
 
+    def _state(self, tokens: int, seconds: float) -> str:
+        """Return what the progress line says besides answers: tokens per second, errors by kind."""
+        kinds = Counter(_kind(error.partition(": ")[2]) for error in self._errors)
+        return ", ".join([f"{tokens / seconds:,.0f} tokens/s", *(f"{n} {kind}" for kind, n in sorted(kinds.items()))])
+
     def _check(self, answer: Generation) -> None:
         """Give up as soon as too many conversations have failed."""
         if answer.error is None:
@@ -249,15 +258,23 @@ def _counts(paths: Sequence[Path]) -> dict[str, Any]:
     counts: Counter[str] = Counter(conversations=0, answers=0)
     reasons: Counter[str] = Counter()
     errors: Counter[str] = Counter()
+    rebuilt: Counter[str] = Counter()
     for path in paths:
         for record in read_records(path):
             counts["conversations"] += 1
             for turn in record["turns"]:
                 if turn["error"] is not None:
-                    errors[turn["error"].partition(":")[0]] += 1
+                    errors[_kind(turn["error"])] += 1
                     continue
                 counts["answers"] += 1
                 counts["prompt tokens"] += len(turn["prompt_ids"])
                 counts["generated tokens"] += len(turn["token_ids"])
                 reasons[turn["finish_reason"]] += 1
-    return {**counts, "finished by": dict(sorted(reasons.items())), "errors": dict(sorted(errors.items()))}
+                if "rebuilt" in turn["raw"]:
+                    rebuilt[turn["raw"]["rebuilt"]] += 1
+    kinds = {"finished by": reasons, "ids rebuilt from the text": rebuilt, "errors": errors}
+    return {**counts, **{name: dict(sorted(found.items())) for name, found in kinds.items()}}
+
+
+def _kind(error: str) -> str:
+    return error.partition(":")[0]

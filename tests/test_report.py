@@ -69,11 +69,14 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
 def write_run(files: Path) -> Run:
     files.mkdir()
     acceptance = (files / "simulated.json", files / "served.json")
-    measured = {"kind": "simulated", "engine": None, **summarise(drafted(1, SOURCES), DRAFTS)}
+    figures = summarise(drafted(1, SOURCES), DRAFTS)
+    measured = {"kind": "simulated", "engine": None, **figures, "on_served_prompts": figures}
     write_json(acceptance[0], measured)
     speed = {"with_draft": 61.5, "without_draft": 41.0}
     served = {"engine": {"name": "vllm", "vllm": "0.32.0"}, "prompts": 48, "identical_outputs": 47 / 48}
-    measured = {"kind": "served", **served, **summarise(drafted(2, SOURCES[:-1]), DRAFTS), "tokens_per_second": speed}
+    speeds = {"tokens_per_second": speed, "milliseconds_per_token": {"with_draft": 16.5, "without_draft": 24.5}}
+    sampled = {"temperature": 0.7, **summarise(drafted(3, SOURCES[:-1]), DRAFTS), **speeds}
+    measured = {"kind": "served", **served, **summarise(drafted(2, SOURCES[:-1]), DRAFTS), **speeds, "sampled": sampled}
     write_json(acceptance[1], measured)
     parts = (files / "samples-0.json", files / "samples-1.json")
     for part in parts:
@@ -226,9 +229,11 @@ def test_the_same_inputs_give_the_same_bytes_whatever_a_kill_left(reported: Repo
 
 def test_titles_say_what_is_seen(reported: Reported) -> None:
     run, folder, _ = reported
-    simulated, served = (orjson.loads(path.read_bytes())["acceptance_length"] for path in run.acceptance)
+    simulated, served = (orjson.loads(path.read_bytes()) for path in run.acceptance)
     positions = texts(folder / "acceptance_positions.svg")
-    assert f"Acceptance length {simulated:.2f} simulated, {served:.2f} served" in positions
+    kinds = {"simulated": simulated, "served": served, "sampled": served["sampled"]}
+    title = ", ".join(f"{found['acceptance_length']:.2f} {kind}" for kind, found in kinds.items())
+    assert f"Acceptance length {title}" in positions
     assert "26 of 506 generations rejected (5.1%)" in texts(folder / "rejects.svg")
     assert "8,192 draft tokens cover 98.47% of the generated tokens" in texts(folder / "coverage.svg")
     assert {"Prompt: half have at most 64 tokens", "Answer: half have at most 128 tokens"} <= set(

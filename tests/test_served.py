@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.acceptance import AcceptanceSettings, served
+from eagle3.acceptance import AcceptanceSettings, choose, served
 from eagle3.chat import load_chat
 from eagle3.engines import Capture, GenerationRequest, Sampling, Served, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
@@ -91,6 +91,23 @@ def test_a_bad_draft_changes_nothing_but_speed(scripted: Target, tmp_path: Path)
     assert len(found["per_position"]) == 2
 
 
+def test_sampled_serving_is_measured_beside_greedy_serving(scripted: Target, tmp_path: Path) -> None:
+    """So cold that sampling is greedy: the figures must be the same, and a perfect draft is kept all the same."""
+    plain = exported(perfect_draft(scripted), scripted, tmp_path)
+    counts, found = make(scripted, plain, tmp_path, drafts=3, prompts=4, max_tokens=40, temperature=1e-4)
+    sampled = found["sampled"]
+    assert sampled["temperature"] == 1e-4
+    for name in ("acceptance_length", "per_position", "steps", "tokens", "per_source"):
+        assert sampled[name] == found[name]
+    assert counts["acceptance length at temperature 0.0001"] == found["acceptance_length"]
+    assert sampled["milliseconds_per_token"]["with_draft"] > 0
+
+
+def test_without_a_temperature_nothing_is_sampled(scripted: Target, tmp_path: Path) -> None:
+    plain = exported(perfect_draft(scripted), scripted, tmp_path)
+    assert make(scripted, plain, tmp_path, drafts=1, prompts=2, max_tokens=4)[1]["sampled"] is None
+
+
 def test_no_held_out_samples_is_an_error(scripted: Target, tmp_path: Path) -> None:
     write_records(tmp_path / "eval.jsonl.zst", [])
     with pytest.raises(Eagle3Error, match="no held-out samples"):
@@ -120,9 +137,9 @@ def test_answers_of_one_token_ask_no_draft(scripted: Target, tmp_path: Path) -> 
 def test_prompts_are_spread_over_the_sources(pairs: list[tuple[str, int]], count: int, random: Any) -> None:
     """As evenly as the sources allow, whatever the order of the samples."""
     records = [{"id": str(number), "source": source} for source, number in pairs]
-    chosen = served.choose(records, count)
+    chosen = choose(records, count)
     random.shuffle(records)
-    assert served.choose(records, count) == chosen
+    assert choose(records, count) == chosen
     assert len(chosen) == min(count, len(records))
     taken = {source: sum(sample["source"] == source for sample in chosen) for source, _ in pairs}
     for source, number in taken.items():
@@ -137,8 +154,10 @@ def test_a_divergence_is_told_with_the_gap_of_its_logits(scripted: Target) -> No
     with open_engine(EngineSettings(dtype="float32"), MachineSettings(threads=1, device="cpu"), scripted) as engine:
         other = engine.serve([request], Sampling(8), None, 3)
         ids = other.token_ids["x"]
-        wrong = Served(token_ids={"x": [*ids[:2], 9, 9]}, drafts={"x": 1}, accepted={"x": [0, 0, 0]}, seconds=1.0)
-        (found,) = served._divergences(engine, scripted, [request], other, wrong)
+        wrong = Served(
+            token_ids={"x": [*ids[:2], 9, 9]}, drafts={"x": 1}, accepted={"x": [0, 0, 0]}, seconds=1, durations={}
+        )
+        (found,) = served._divergences(engine, [request], other, wrong)
         (capture,) = engine.capture([[*prompt, *ids[:2]]], [scripted.num_layers])
     assert isinstance(capture, Capture)
     assert capture.next_token == ids[2]

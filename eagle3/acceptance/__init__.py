@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import Field
 
+from eagle3.files.hashing import hash_of
+from eagle3.files.records import Record
 from eagle3.settings import Settings
 
 
@@ -20,6 +23,11 @@ class AcceptanceSettings(Settings):
     """Held-out prompts that are served, spread over the sources."""
     max_tokens: int = Field(default=96, ge=1)
     """Tokens served per prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Above 0, prompts are also served sampled, with and without the draft. Follows `responses.temperature` unless set:
+    the simulated figure replays those responses, and so compares with serving at their temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """The same for `responses.top_p`."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,23 @@ class Drafted:
         steps: verification steps in which the draft proposed tokens.
         accepted: for each draft position 0..k-1, in how many steps the draft there was kept. A draft is kept
             only if all before it in the step were, so the numbers never rise.
+        sample: id of the held-out sample.
     """
 
     source: str
     steps: int
     accepted: Sequence[int]
+    sample: str = ""
+
+
+def choose(samples: Iterable[Record], count: int) -> list[Record]:
+    """Choose the samples that are served: up to `count`, taking the sources in turn, of a source by the ids' hashes."""
+    by_source: dict[str, list[Record]] = {}
+    for sample in samples:
+        by_source.setdefault(sample["source"], []).append(sample)
+    columns = [sorted(by_source[source], key=lambda sample: hash_of(sample["id"])) for source in sorted(by_source)]
+    in_turn = [sample for layer in zip_longest(*columns) for sample in layer if sample is not None]
+    return in_turn[:count]
 
 
 def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:

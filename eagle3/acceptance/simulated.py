@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle3.acceptance import AcceptanceSettings, summarise
+from eagle3.acceptance import AcceptanceSettings, choose, summarise
 from eagle3.draft.evaluate import evaluate
 from eagle3.draft.metrics import expected_acceptance_length
 from eagle3.draft.model import load_draft
@@ -18,7 +18,7 @@ from eagle3.draft.settings import DraftSettings
 from eagle3.draft.train import choose_device
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import write_json
+from eagle3.files.records import read_records, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target import head_weights, load_target
 
@@ -64,6 +64,7 @@ def make(
             remedy="run snakemake again: it trains a draft on the present hidden states",
         )
     samples, unsupervised = read_samples(evaluation)
+    served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
     head = head_weights(load_target(target))
     found = evaluate(
         trained,
@@ -81,6 +82,9 @@ def make(
             "kind": "simulated",
             "engine": None,
             **figures,
+            "on_served_prompts": summarise(
+                [entry for entry in found.drafted if entry.sample in served], settings.drafts
+            ),
             "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
             "accuracy": found.metrics["accuracy"],
         },

@@ -21,6 +21,7 @@ from eagle3.prompts import outside_files
 DEMO = "smollm2-135m-instruct"
 # Files of the demo target that later jobs read; declared so that Snakemake knows them.
 DEMO_FILES = (
+    "chat_template.jinja",
     "model.safetensors",
     "config.json",
     "generation_config.json",

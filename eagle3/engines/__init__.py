@@ -103,6 +103,8 @@ class Served:
     accepted: dict[str, list[int]]
     """Request id -> accepted drafts by position (length k)."""
     seconds: float
+    durations: dict[str, float]
+    """Request id -> seconds from asking to the end of the answer."""
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
@@ -121,6 +123,12 @@ class Engine(AbstractContextManager["Engine"], Protocol):
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
         """Answer every request, with `draft` (an exported folder) proposing `k` tokens a step if given."""
+
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
+        """Return logit(first) - logit(second) of a pair of tokens after each prefix, as serving has them.
+
+        Where greedy answers with and without a draft part, a gap of rounding's size excuses it.
+        """
 
 
 def open_engine(

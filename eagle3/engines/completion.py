@@ -51,12 +51,12 @@ def read_message(choice: dict[str, Any]) -> Message:
 _DROPPED = frozenset({"prompt_token_ids", "token_ids", "id", "created", "system_fingerprint"})
 
 
-def read_raw(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer without token ids (kept elsewhere), without nulls, and without what differs every time."""
+def read_raw(answer: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the answer without token ids (kept elsewhere) and nulls, and the seconds that it took."""
     raw = {key: value for key, value in answer.items() if key not in _DROPPED}
     raw["choices"] = [{k: v for k, v in choice.items() if k not in _DROPPED} for choice in answer["choices"]]
     kept: dict[str, Any] = _without_nulls(raw)
-    return kept
+    return kept | {"seconds": round(seconds, 4)}
 
 
 def _without_nulls(value: Any) -> Any:

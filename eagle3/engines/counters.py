@@ -49,6 +49,5 @@ def of_server(metrics: str, k: int) -> Counts:
 def total(parts: Iterable[Counts], k: int) -> Counts:
     """Return the sum."""
     parts = list(parts)
-    return Counts(
-        sum(part.steps for part in parts), tuple(sum(part.accepted[place] for part in parts) for place in range(k))
-    )
+    accepted = [part.accepted for part in parts if part.steps]
+    return Counts(sum(part.steps for part in parts), tuple(sum(each[place] for each in accepted) for place in range(k)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -82,11 +83,16 @@ class OpenAIEngine:
         """Not to be had from an endpoint."""
         raise self._only_responses("served acceptance")
 
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
+        """Not to be had from an endpoint."""
+        raise self._only_responses("logits")
+
     async def _answer(self, sampling: Sampling, connection: AsyncOpenAI, request: GenerationRequest) -> Generation:
         try:
             prompt_ids = self._chat.render(
                 request.messages, tools=request.tools, template_kwargs=request.template_kwargs
             )
+            started = time.perf_counter()
             answer = await self._client.ask(connection, "/chat/completions", body_of(request, sampling, self._model))
             usage = answer.get("usage") or {}
             if usage.get("prompt_tokens") != len(prompt_ids):
@@ -105,7 +111,7 @@ class OpenAIEngine:
             token_ids=token_ids,
             finish_reason=choice["finish_reason"],
             message=message,
-            raw=read_raw(answer),
+            raw=read_raw(answer, time.perf_counter() - started),
         )
 
     def _give_up(self, lost: ServerLostError) -> None:

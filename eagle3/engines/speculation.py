@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from eagle3.acceptance.reference_draft import ReferenceDraft, load_reference_draft
-from eagle3.engines.decoding import Answer, unfinished
+from eagle3.engines import Sampling
+from eagle3.engines.decoding import Answer, choose, unfinished
 from eagle3.engines.rows import Rows, at, padded, tapped
 
 
@@ -29,18 +30,25 @@ def speculate(
     limits: Sequence[int],
     stop_ids: Collection[int],
     k: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
 ) -> list[Answer]:
-    """Continue every prompt greedily; the draft proposes k tokens a step, and the target keeps what it agrees with.
+    """Continue every prompt; the draft proposes k tokens a step, and the target keeps what it agrees with.
+
+    The target chooses a token at every place, and a proposal is kept if it is that token: of a distribution p the
+    proposal d is kept with probability p(d), and what stands in its place otherwise is drawn from the rest of p. So
+    answers are distributed as without a draft.
 
     After each step the draft's keys of the kept positions are computed again from the target's own states, as
     engines do: its cache slot is the position, so they replace those of the proposals.
     """
     answers = [Answer(limit, accepted=[0] * k) for limit in limits]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     live = list(range(len(prompts)))
     rows = Rows(model)
     chain = draft.chain()
     with tapped(model, draft.layer_ids) as states:
-        pending = rows.prefill(prompts).argmax(-1)
+        pending = choose(rows.prefill(prompts), sampling, generators)
         for row, token in zip(live, pending.tolist(), strict=True):
             answers[row].take([token], stop_ids)
         last = rows.lengths - 1
@@ -56,7 +64,9 @@ def speculate(
                 rows.select(kept)
                 chain.select(kept)
             proposed = chain.propose(k)
-            verified = rows.extend(torch.cat([pending[:, None], proposed], 1)).argmax(-1)
+            logits = rows.extend(torch.cat([pending[:, None], proposed], 1))
+            own = [generators[row] for row in live]
+            verified = torch.stack([choose(logits[:, place], sampling, own) for place in range(k + 1)], 1)
             agreed = (verified[:, :k] == proposed).long().cumprod(1).sum(1)
             chain.commit(verified, torch.cat(states, -1), rows.lengths, agreed)
             rows.accept(agreed + 1)

@@ -16,7 +16,7 @@ from eagle3.chat import UnrenderableError, load_chat
 from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.decoding import Answer, decode
 from eagle3.engines.dtype import compute_dtype
-from eagle3.engines.rows import ATTENTION, grouped_attention, padded, tapped
+from eagle3.engines.rows import ATTENTION, Rows, grouped_attention, padded, tapped
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
@@ -98,32 +98,45 @@ class TransformersEngine:
                     yield Capture(list(sequence), stacked[row, : len(sequence)].clone(), next_token)
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
-        """Answer every request greedily, in float32 so that both ways round alike; see `Engine.serve`."""
-        if sampling.temperature:
-            raise Eagle3Error("the embedded engine serves greedily only", found=f"temperature {sampling.temperature}")
+        """Answer every request, in float32 so that both ways round alike; see `Engine.serve`."""
         # By name: generation and capture are no other for an edit of how drafts are served.
         speculation = importlib.import_module("eagle3.engines.speculation")
         model = self._model(torch.float32)
         self.versions["serving_dtype"] = "float32"
         drafter = None if draft is None else speculation.load_draft(draft, model)
         answers: dict[str, Answer] = {}
+        durations: dict[str, float] = {}
         prompts = [self._prompt(request) for request in requests]
         stop_ids = self._chat.stop_ids
         started = perf_counter()
         for batch in _batches(list(zip(requests, prompts, strict=True)), self.batch_size):
             rows = [prompt for _, prompt in batch]
             limits = [self._limit(row, sampling) for row in rows]
+            seeds = [request.seed for request, _ in batch]
+            begun = perf_counter()
             if drafter is None:
-                served = decode(model, rows, limits, stop_ids, sampling, [0] * len(rows))
+                served = decode(model, rows, limits, stop_ids, sampling, seeds)
             else:
-                served = speculation.speculate(model, drafter, rows, limits, stop_ids, k)
+                served = speculation.speculate(model, drafter, rows, limits, stop_ids, k, sampling, seeds)
+            durations |= {request.id: perf_counter() - begun for request, _ in batch}
             answers |= {request.id: answer for (request, _), answer in zip(batch, served, strict=True)}
         return Served(
             token_ids={name: answer.token_ids for name, answer in answers.items()},
             drafts={name: answer.steps for name, answer in answers.items()},
             accepted={name: answer.accepted or [0] * k for name, answer in answers.items()},
             seconds=perf_counter() - started,
+            durations=durations,
         )
+
+    @torch.no_grad()
+    def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
+        """See `Engine.logit_gaps`; in the rounding of serving."""
+        model = self._model(torch.float32)
+        gaps = []
+        for prefix, (first, second) in zip(prefixes, pairs, strict=True):
+            logits = Rows(model).prefill([prefix])[0]
+            gaps.append(float(logits[first] - logits[second]))
+        return gaps
 
     def _prompt(self, request: GenerationRequest) -> list[int]:
         """Return the prompt ids.

@@ -61,6 +61,8 @@ class VllmEngine:
         self._folder = folder
         self._server: VllmServer | None = None
         self._states: Path | None = None
+        # What the running server has drafted.
+        self._counted = counters.Counts(0, ())
         if machine.base_url is None:
             self._arguments = arguments(settings, target)
             self.versions = {"vllm": installed_version(), "vllm_arguments": " ".join(self._arguments)}
@@ -134,7 +136,7 @@ class VllmEngine:
                 found=self._machine.base_url,
                 remedy="leave machine.base_url out for this stage",
             )
-        client = self._connect(draft_flags(draft, k) if draft else [], fresh=draft is not None)
+        client = self._connect(draft_flags(draft, k) if draft else [])
         ask = partial(self._answer, client, sampling)
         stream = partial(client.stream, ask, limit=self.concurrency, recover=self._give_up)
         warm = list(stream(requests[: min(len(requests), 2)]))
@@ -146,20 +148,21 @@ class VllmEngine:
                 raise Eagle3Error("a prompt was not answered", where=f"request {answer.id}", found=answer.error)
         figures = {answer.id: counters.of_answer(answer.raw, k) for answer in answers}
         if draft is not None:
-            everything = [*figures.values(), *(counters.of_answer(answer.raw, k) for answer in warm)]
-            self._check_counters(client, counters.total(everything, k), k)
+            warming = [counters.of_answer(answer.raw, k) for answer in warm]
+            self._counted = counters.total([self._counted, *warming, *figures.values()], k)
+            self._check_counters(client, self._counted, k)
         return Served(
             token_ids={answer.id: answer.token_ids for answer in answers},
             drafts={id: found.steps for id, found in figures.items()},
             accepted={id: list(found.accepted) for id, found in figures.items()},
             seconds=seconds,
+            durations={answer.id: answer.raw["seconds"] for answer in answers},
         )
 
     def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
-        """Return logit(first) - logit(second) of a pair of tokens after each prefix, as the running server has them.
+        """See `Engine.logit_gaps`; as the running server has them.
 
         A token that is not among the likeliest ones is taken for the last of these: the true gap is then larger.
-        Where greedy answers with and without a draft part, a gap of rounding's size excuses it.
         """
         client = self._connect(self._server.flags if self._server else [])
         gaps = client.stream(
@@ -189,6 +192,7 @@ class VllmEngine:
         body |= {"return_token_ids": True, "stop_token_ids": list(self._target.eos_token_ids)}
         try:
             path = "/chat/completions" if request.prompt_ids is None else "/completions"
+            started = time.perf_counter()
             answer = await client.ask(connection, path, body)
         except RequestFailedError as error:
             return failed(request, error.code, error.detail)
@@ -208,7 +212,7 @@ class VllmEngine:
             token_ids=choice["token_ids"],
             finish_reason=choice["finish_reason"],
             message=read_message(choice),
-            raw=read_raw(answer),
+            raw=read_raw(answer, time.perf_counter() - started),
         )
 
     async def _capture(
@@ -230,9 +234,7 @@ class VllmEngine:
             return None
         return Capture(token_ids=list(token_ids), states=states, next_token=answer["choices"][0]["token_ids"][0])
 
-    def _connect(
-        self, flags: Sequence[str] = (), *, layer_ids: Sequence[int] | None = None, fresh: bool = False
-    ) -> Client:
+    def _connect(self, flags: Sequence[str] = (), *, layer_ids: Sequence[int] | None = None) -> Client:
         """Return a client of a server with these flags; a managed one is started unless it runs."""
         if self._machine.base_url is not None:
             return self._remote
@@ -240,11 +242,12 @@ class VllmEngine:
             if self._states is None:
                 self._states = scratch_folder()
             flags = capture_flags(layer_ids, self._states)
-        if self._server is None or fresh or self._server.flags != list(flags):
+        if self._server is None or self._server.flags != list(flags):
             self._stop()
             states = self._states if layer_ids is not None else None
             server = VllmServer(self._arguments, flags, self._machine, self._target, self._folder, states)
             self._server = server.__enter__()
+            self._counted = counters.Counts(0, ())
         self._model = MODEL
         return Client(self._server.url, self._server.key, timeout=self._machine.request_timeout)
 

@@ -64,7 +64,7 @@ def make(
         Eagle3Error: an input is missing or damaged.
     """
     log = _read_log(training_log)
-    measured = {found["kind"]: found for found in map(read_json, acceptance)}
+    measured = _measured([read_json(path) for path in acceptance])
     samples = [read_json(path) for path in samples_stats]
     vocabulary = read_json(vocabulary_stats)
     prompts, dataset = read_json(prompts_stats), read_json(dataset_stats)
@@ -88,6 +88,14 @@ def make(
     pages.write(folder / SUMMARY, "Summary", *tables)
     pages.write(folder / SAMPLES, "Samples", *pages.samples(train, Roles(load_chat(load_target(target)))))
     return {"figures": len(FIGURES), **sections["Draft"]}
+
+
+def _measured(acceptance: Sequence[Record]) -> dict[str, Record]:
+    """Return the figures by kind of measurement; what was served at a temperature is a kind of its own."""
+    measured = {found["kind"]: found for found in acceptance}
+    if sampled := measured.get("served", {}).get("sampled"):
+        measured["sampled"] = sampled
+    return measured
 
 
 def _read_log(path: Path) -> list[Record]:
@@ -149,14 +157,20 @@ def _draft_rows(measured: Mapping[str, Record]) -> Rows:
     for kind, found in measured.items():
         rows[f"acceptance length, {kind}"] = found["acceptance_length"]
         rows[f"verification steps, {kind}"] = found["steps"]
+        if "on_served_prompts" in found:
+            rows["the same on the prompts that were served"] = found["on_served_prompts"]["acceptance_length"]
     if served := measured.get("served"):
-        speed = served["tokens_per_second"]
+        speed, pace = served["tokens_per_second"], served["milliseconds_per_token"]
         rows["prompts served"] = served["prompts"]
         rows["engine"] = _engine(served["engine"])
         rows["tokens/s with the draft"] = speed["with_draft"]
         rows["tokens/s without"] = speed["without_draft"]
         rows["speed-up"] = speed["with_draft"] / speed["without_draft"]
+        rows["ms per token with the draft"] = pace["with_draft"]
+        rows["ms per token without"] = pace["without_draft"]
         rows["answers that are the same with and without"] = served["identical_outputs"]
+    if sampled := measured.get("sampled"):
+        rows["temperature, sampled"] = sampled["temperature"]
     return rows
 
 

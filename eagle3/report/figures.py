@@ -17,8 +17,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 Series = Mapping[str, Sequence[float | None]]
 
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#777777"
-KINDS = {"simulated": BLUE, "served": ORANGE}
-MARKERS = {"simulated": "o", "served": "s"}
+GREEN = "#009e73"
+# Measurements of acceptance; `sampled` is served at a temperature, `served` greedily.
+KINDS = {"simulated": BLUE, "served": ORANGE, "sampled": GREEN}
+MARKERS = {"simulated": "o", "served": "s", "sampled": "^"}
 # The same bytes for the same numbers: ids from a fixed salt, text as text, no date.
 STYLE = {
     "svg.hashsalt": "eagle3",

@@ -303,9 +303,28 @@ def slow_steps(draft: ReferenceDraft, aux: torch.Tensor, ids: list[int], start: 
     return steps, accepted
 
 
-def test_serving_refuses_what_it_cannot_do(llama: Target) -> None:
-    with pytest.raises(Eagle3Error, match="greedily only"):
-        engine(llama).serve(requests(), Sampling(4, 1.0), None, 3)
+def test_sampled_answers_are_distributed_as_without_a_draft(scripted: Target, tmp_path: Path) -> None:
+    """The target's exact probabilities, so hot that a draft which knows its script is kept every other time."""
+    plain = exported(perfect_draft(scripted), scripted, tmp_path)
+    prompt = load_chat(scripted).render([{"role": "user", "content": "some apples"}])
+    count, temperature = 800, 4.0
+    asked = [GenerationRequest(f"{seed}", [], seed, prompt_ids=prompt) for seed in range(count)]
+    served = engine(scripted, batch_size=400).serve(asked, Sampling(3, temperature), plain, 2)
+    asked = [request for request in asked if served.drafts[request.id]]
+    first, second = zip(*(served.token_ids[request.id][:2] for request in asked), strict=True)
+    (token,) = {a for a in first if first.count(a) > count / 4}
+    model = load_model(scripted, torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, token]])).logits[0, -1]
+    expected = (logits / temperature).softmax(-1)  # [V]
+    following = torch.tensor([b for a, b in zip(first, second, strict=True) if a == token])
+    found = torch.bincount(following, minlength=len(expected)) / len(following)
+    deviation = (expected * (1 - expected) / len(following)).sqrt()
+    assert ((found - expected).abs() < 5 * deviation + 2 / len(following)).all()
+    # The draft always proposes the likeliest token, which is kept as often as the target draws it.
+    assert 0.2 < expected.max() < 0.8
+    kept = [served.accepted[request.id][0] for request, a in zip(asked, first, strict=True) if a == token]
+    assert 0 < sum(kept) < len(kept)
 
 
 def test_a_target_with_a_sliding_window_is_refused(llama: Target, tmp_path: Path) -> None:
