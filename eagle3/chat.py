@@ -99,14 +99,30 @@ class Chat:
                 raise UnrenderableError("special_token_in_text", f"{found[0]!r} in a {message['role']} message")
         if tools and (found := self.control_in(orjson.dumps(tools).decode())):
             raise UnrenderableError("special_token_in_text", f"{found[0]!r} in the schema of a tool")
-        kwargs = template_kwargs or {}
-        if not any(message.get("tool_calls") for message in messages):
-            return self.apply(messages, tools, kwargs, generate=True)
+        return self.write(messages, None, tools, template_kwargs or {})
+
+    def write(
+        self,
+        history: Sequence[Message],
+        answer: Message | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """Return what the template writes for a conversation: to ask for an answer (None), or with that answer.
+
+        Arguments of calls in the history become mappings, as engines have it and most templates want it.
+
+        Raises:
+            UnrenderableError: `template_error`.
+        """
+        last = [] if answer is None else [answer]
+        parsed = [_with_mappings(message) for message in history]
         try:
-            # As engines do: most templates want the arguments of a call as a mapping.
-            return self.apply([_with_parsed_calls(message) for message in messages], tools, kwargs, generate=True)
+            return self.apply([*parsed, *last], tools, template_kwargs, generate=answer is None)
         except UnrenderableError:
-            return self.apply(messages, tools, kwargs, generate=True)
+            if parsed == list(history):
+                raise
+            return self.apply([*history, *last], tools, template_kwargs, generate=answer is None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise texts as they stand, control tokens as single ids; fast tokenizers use all cores for many texts."""
@@ -292,16 +308,18 @@ def _for_template(message: Message) -> dict[str, Any]:
     return value
 
 
-def _with_parsed_calls(message: Message) -> Message:
-    """Return the message with the arguments of its calls as mappings, where they are that."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
-    for call in calls:
-        arguments = call["function"]["arguments"]
+def _with_mappings(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [with_mapping(call) for call in calls]} if calls else message
+
+
+def with_mapping(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as a mapping, if they are one."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
         with suppress(orjson.JSONDecodeError):
-            call["function"]["arguments"] = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    return {**message, "tool_calls": calls}
+            function["arguments"] = orjson.loads(function["arguments"])
+    return {**call, "function": function}
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

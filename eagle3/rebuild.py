@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import orjson
-
-from eagle3.chat import Chat
+from eagle3.chat import Chat, UnrenderableError, with_mapping
 from eagle3.engines import GenerationRequest, Message
 
 # Stands for the content while the template writes what follows it.
@@ -108,22 +106,19 @@ def finished_text(chat: Chat, request: GenerationRequest, message: Message) -> s
     """
     calls = message.get("tool_calls") or []
     arguments = [call["function"]["arguments"] for call in calls]
-    text = _render(chat, request, message, calls)
-    if all(argument in text for argument in arguments):
-        return text
-    # A template that wants the arguments as a mapping has quoted the string.
     try:
-        parsed = [
-            {**call, "function": {**call["function"], "arguments": orjson.loads(argument)}}
-            for call, argument in zip(calls, arguments, strict=True)
-        ]
-    except orjson.JSONDecodeError:
-        return text
-    return _render(chat, request, message, parsed)
+        text = _render(chat, request, message, calls)
+        if all(argument in text for argument in arguments):
+            return text
+    except UnrenderableError:
+        if not calls:
+            raise
+    # A template that wants the arguments as a mapping has quoted the string, or failed.
+    return _render(chat, request, message, [with_mapping(call) for call in calls])
 
 
 def _render(chat: Chat, request: GenerationRequest, message: Message, calls: list[dict[str, Any]]) -> str:
     answer = {key: value for key, value in message.items() if key != "tool_calls"}
     if calls:
         answer["tool_calls"] = calls
-    return chat.apply([*request.messages, answer], request.tools, request.template_kwargs, generate=False)
+    return chat.write(request.messages, answer, request.tools, request.template_kwargs)

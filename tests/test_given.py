@@ -159,6 +159,25 @@ class TestTools:
         assert targets.CALL in context
         assert text(chat, turns[1]["token_ids"]) == "Wet.<|im_end|>"
 
+    @pytest.mark.parametrize("arguments", ["call.function.arguments | items", "(call.function.arguments | tojson)"])
+    def test_templates_that_want_arguments_as_a_mapping(self, tmp_path: Path, arguments: str) -> None:
+        tokenizer = targets.make_tokenizer()
+        written = "{% for k, v in A %}{{ k }}={{ v }}{% endfor %}" if "items" in arguments else "{{ A }}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+            f"<|tool_call_begin|>{written.replace('A', arguments)}"
+            "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+        )
+        tokenizer.save_pretrained(tmp_path)
+        chat = load_chat(Target(tmp_path, "x", {"eagle3_eos_token_ids": [0]}, trust_remote_code=False))
+        turns = answers(chat, USER, answer("", tool_calls=[CALL]), RESULT, answer("Wet."))
+        called = (
+            f"<|tool_call_begin|>{'city=Paris' if 'items' in arguments else json.dumps({'city': 'Paris'})}<|im_end|>"
+        )
+        assert text(chat, turns[0]["token_ids"]) == called
+        assert turns[1]["error"] is None
+        assert called in text(chat, turns[1]["prompt_ids"])
+
     def test_the_form_of_sharegpt(self, chat: Chat) -> None:
         call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
         rows = [("human", "a"), ("gpt", "Look."), ("function_call", call), ("observation", "rain"), ("gpt", "Wet.")]
