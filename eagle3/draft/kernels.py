@@ -18,7 +18,7 @@ def fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values
     """`attention._fold`: q [n, Hq, d], out [n, Hq, dv], lse [n, Hq], keys and values [t, n, Hkv, ...]."""
     n, groups = len(q), keys.shape[2]
     joint, total = torch.empty_like(out), torch.empty_like(lse)
-    _fold[n, groups](q, out, lse, keys, values, joint, total, scale, len(keys), *_shape(q, keys, values), num_warps=2)
+    _fold[n, groups](q, out, lse, keys, values, joint, total, scale, len(keys), *_shape(q, keys, values), num_warps=1)
     return joint, total
 
 
@@ -36,7 +36,7 @@ def fold_backward(
 ) -> Tensor:
     """`attention._fold_backward`, dq in place."""
     grid, shape = (len(q), keys.shape[2]), _shape(q, keys, values)
-    _fold_backward[grid](dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, len(keys), *shape, num_warps=2)
+    _fold_backward[grid](dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, len(keys), *shape, num_warps=1)
     return dq
 
 
@@ -136,7 +136,7 @@ def cross_entropy(
     value, choice = torch.empty_like(weights), torch.empty_like(weights, dtype=torch.int64)
     _cross_entropy[(len(target),)](
         logits, offsets, weights, target, mass, negentropy, value, choice, target.shape[1],
-        STUDENTS=padded(students), BLOCK=512, num_warps=8,
+        STUDENTS=padded(students), BLOCK=256, num_warps=8,
     )  # fmt: skip
     return value, choice
 
