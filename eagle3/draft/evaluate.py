@@ -60,7 +60,7 @@ def evaluate(
     for members, row in zip(share, rows.stream((members, 0) for members in share), strict=True):
         row = row.to(embedding.device)
         hidden = unroll(weights, row, embedding)
-        _, outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
+        outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
         tally.add(row, outcome)
         accepted = accepted_drafts(row, outcome, draft.target_ids, drafts)
         for sample, first, end in root_ranges(rows.samples, members, rows.unroll):

@@ -119,7 +119,7 @@ def _fold_backward(
 def cross_entropy(
     logits: Tensor, offsets: Tensor, students: int, weights: Tensor, target: Tensor, mass: Tensor, negentropy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`objective._student` of kl and ce; writes the gradient over the logits.
+    """`objective._taught` of kl and ce; writes the gradient over the logits.
 
     Args:
         logits: [m, Vd].

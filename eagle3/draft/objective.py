@@ -3,7 +3,7 @@
 For root p and step t the student's logits are z_t[p] = lm_head h_t[p]; its teacher is the target's distribution for
 x[p+2+t], l[p+t] = W N(y[p+1+t]), and p+t is a root, too. So the teacher of every root is computed once and serves all
 steps. No [rows, vocabulary] tensor is ever whole: a chunk of teacher rows is projected together with all student
-rows that it teaches, and their gradients are computed on the spot.
+rows that it teaches, and gradients are computed on the spot: the loss is where backward starts.
 
 With D the draft vocabulary, s = softmax(z), true r = softmax(l)[D], renormalised q = softmax(l[D]):
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.nn import functional
 from eagle3.draft.accelerate import compiled_on_gpu
 from eagle3.draft.rows import Row
 from eagle3.draft.settings import DraftSettings
-from eagle3.draft.weights import Weight, add_product, linear
+from eagle3.draft.weights import Weight, linear, weight_backward
 from eagle3.target import HeadWeights
 
 # Bytes of one chunk's logits. On CPU small enough for the cache and for the allocator to reuse the memory.
@@ -75,8 +75,12 @@ class Teacher(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of every pair (t, root), in the order of the unroll's outputs [M]."""
+    """What came of a row; of every pair (t, root) in the order of the unroll's outputs [M]."""
 
+    total: Tensor
+    """the row's share of the loss: sum over t and roots of step_weight_t / totals_t * loss_t[p]"""
+    gradient: Tensor | None
+    """its gradient by the unroll's outputs [M, H]; None if weights were prepared without grad mode"""
     loss: Tensor
     """float32, unweighted"""
     drafted: Tensor
@@ -85,85 +89,42 @@ class Outcome(NamedTuple):
     """bool: whether that is the target's most likely token"""
 
 
+@torch.no_grad()
 def projected_loss(
-    hidden: Tensor,
-    lm_head: Weight,
-    teacher: Teacher,
-    row: Row,
-    objective: Objective,
-    totals: Sequence[int],
-) -> tuple[Tensor, Outcome]:
-    """Return the row's share of the loss and what was drafted.
+    hidden: Tensor, lm_head: Weight, teacher: Teacher, row: Row, objective: Objective, totals: Sequence[int]
+) -> Outcome:
+    """Return the row's loss, its gradient, and what was drafted; add up the gradient of lm_head.
 
     Args:
         hidden: h_t of all steps [M, H], from `unroll`.
-        lm_head: [Vd, H]; backward adds up its gradient.
+        lm_head: [Vd, H].
         teacher: the target's head.
         row: the row that `hidden` belongs to.
         objective: loss and step weights.
         totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
-
-    Returns:
-        sum over t and roots of step_weight_t / totals_t * loss_t[p], and the outcome of every pair.
     """
+    M, device = len(hidden), hidden.device
     scales = [weight / max(total, 1) for weight, total in zip(objective.step_weights, totals, strict=True)]
-    loss, *outcome = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head, teacher, row, objective, scales
-    )
-    return loss, Outcome(*outcome)
-
-
-class _ProjectedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        lm_head: Weight,
-        teacher: Teacher,
-        row: Row,
-        objective: Objective,
-        scales: Sequence[float],
-    ) -> tuple[Tensor, ...]:
-        needed = ctx.needs_input_grad[0]
-        by_step = [torch.full((n,), scale, device=hidden.device) for n, scale in zip(row.alive, scales, strict=False)]
-        weights = torch.cat(by_step)[row.pairs]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        loss = torch.empty(len(hidden), device=hidden.device)
-        drafted = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        # In the order of `pairs`.
-        d_rows = torch.empty_like(hidden) if needed else None
-        d_head = torch.zeros_like(lm_head.value, dtype=torch.float32) if needed else None
-        for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head.value), hidden.device):
-            lesson = _lesson(row.teacher[taught], teacher, objective)
-            pairs, weight = row.pairs[chunk], weights[chunk]
-            rows = hidden.index_select(0, pairs)
-            teachers = row.pair_teachers[chunk] - taught.start
-            logits = linear(rows, lm_head)
-            if logits.is_cuda and not objective.loss.startswith("lk"):
-                offsets = row.pair_offsets[taught.start : taught.stop + 1]
-                part, choice, d_logits = _cross_entropy(logits, offsets, len(row.alive), weight, lesson)
-            else:
-                part, choice, d_logits = _student(logits, teachers, weight, lesson, *objective.student)
-            total += (part * weight).sum()
-            loss[pairs] = part
-            drafted[pairs] = choice
-            correct[pairs] = choice == lesson.top[teachers]
-            if d_rows is not None and d_head is not None:
-                torch.mm(d_logits, lm_head.value, out=d_rows[chunk])
-                add_product(d_head, d_logits.mT, rows)
-        if d_rows is not None and d_head is not None:
-            ctx.save_for_backward(d_rows.index_select(0, row.pairs.argsort()), d_head)
-            ctx.lm_head = lm_head
-        ctx.mark_non_differentiable(loss, drafted, correct)
-        return total, loss, drafted, correct
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        d_hidden, d_head = ctx.saved_tensors
-        scale = gradients[0]
-        ctx.lm_head.gradients[0].addcmul_(d_head, scale)
-        return (scale * d_hidden).to(d_hidden.dtype), None, None, None, None, None
+    weights = torch.cat([torch.full((n,), scale, device=device) for n, scale in zip(row.alive, scales, strict=False)])
+    loss = torch.empty(M, device=device)
+    drafted = torch.empty(M, dtype=torch.int64, device=device)
+    correct = torch.empty(M, dtype=torch.bool, device=device)
+    # In the order of `pairs`.
+    gradient = torch.empty_like(hidden) if lm_head.gradients else None
+    for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head.value), device):
+        lesson = _lesson(row.teacher[taught], teacher, objective)
+        pairs = row.pairs[chunk]
+        states = hidden.index_select(0, pairs)
+        logits = linear(states, lm_head)
+        loss[pairs], choice, d_logits = _student(logits, row, taught, chunk, weights[pairs], lesson, objective)
+        drafted[pairs] = choice
+        correct[pairs] = choice == lesson.top[row.pair_teachers[chunk] - taught.start]
+        if gradient is not None:
+            torch.mm(d_logits, lm_head.value, out=gradient[chunk])
+            weight_backward(d_logits, states, lm_head)
+    if gradient is not None:
+        gradient = gradient.index_select(0, row.pairs.argsort())
+    return Outcome((loss * weights).sum(), gradient, loss, drafted, correct)
 
 
 class _Lesson(NamedTuple):
@@ -207,18 +168,22 @@ def _targets(logits: Tensor, size: int, loss: str, true_mass: bool) -> tuple[Ten
     return target, target.sum(-1), negentropy, true, top
 
 
-def _cross_entropy(
-    logits: Tensor, offsets: Tensor, students: int, weights: Tensor, lesson: _Lesson
+def _student(
+    logits: Tensor, row: Row, taught: slice, chunk: slice, weights: Tensor, lesson: _Lesson, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_student` of kl and ce as one kernel, for GPUs; the gradient takes the place of the logits."""
-    from eagle3.draft import kernels
+    """Loss, choice and weighted gradient of a chunk's logits [m, Vd]; the gradient may take their place."""
+    if logits.is_cuda and not objective.loss.startswith("lk"):
+        from eagle3.draft import kernels
 
-    value, choice = kernels.cross_entropy(logits, offsets, students, weights, *lesson[:3])
-    return value, choice, logits
+        offsets = row.pair_offsets[taught.start : taught.stop + 1]
+        value, choice = kernels.cross_entropy(logits, offsets, len(row.alive), weights, *lesson[:3])
+        return value, choice, logits
+    teachers = row.pair_teachers[chunk] - taught.start
+    return _taught(logits, teachers, weights, lesson, *objective.student)
 
 
 @compiled_on_gpu
-def _student(
+def _taught(
     logits: Tensor, teachers: Tensor, weights: Tensor, lesson: _Lesson, loss: str, lk_scale: float, lk_decay: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, choice and weighted gradient of logits [m, Vd] taught by rows `teachers` [m] of a lesson."""

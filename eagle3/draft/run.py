@@ -163,8 +163,8 @@ class Run:
         """Add one row's gradients."""
         weights = prepare(self.draft, self.embedding.dtype)
         hidden = unroll(weights, row, self.embedding)
-        loss, outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
-        loss.backward()
+        outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
+        hidden.backward(outcome.gradient)
         self.tally.add(row, outcome)
 
     def _record(self, epoch: int, rate: float, norm: float) -> dict[str, Any]:

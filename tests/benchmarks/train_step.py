@@ -155,8 +155,8 @@ class Step:
         weights = prepare(self.draft, self.dtype)
         hidden = unroll(weights, row, self.embedding)
         totals = [len(row.ranks)] * len(self.objective.step_weights)
-        loss, _ = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
-        loss.backward()
+        outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
+        hidden.backward(outcome.gradient)
         self.optimizer.step(1e-5)
 
 

@@ -91,10 +91,10 @@ def run(
     # On the true mass nothing depends on which of two almost equal logits is larger.
     objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss, true_mass=True), sampled=False)
     hidden = unroll(weights, row, head.embedding.to(device, dtype))
-    value, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
-    value.backward()
+    outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
+    hidden.backward(outcome.gradient)
     gradients = {name: p.grad.double().cpu() for name, p in draft.named_parameters() if p.grad is not None}
-    return value.detach().double().cpu(), gradients
+    return outcome.total.double().cpu(), gradients
 
 
 def agree(draft: Draft, head: HeadWeights, row: Row, loss: Loss = "kl") -> None:

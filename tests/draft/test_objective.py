@@ -78,23 +78,21 @@ def test_chunked_loss_equals_dense_float64(
     outputs = [torch.randn(n, H, generator=generator) for n in row.alive]
     lm_head = torch.randn(41, H, generator=generator) / 4
 
-    hidden = torch.cat(outputs).requires_grad_()
+    hidden = torch.cat(outputs)
     head_parameter = torch.nn.Parameter(lm_head.clone())
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     objective = Objective.of(settings, sampled=False)
     weight = Weight.of(torch.float32, head_parameter)
-    loss, outcome = projected_loss(hidden, weight, teacher, row, objective, row.alive)
-    loss.backward()
-
+    outcome = projected_loss(hidden, weight, teacher, row, objective, row.alive)
     exact = [x.double().clone().requires_grad_() for x in (*outputs, lm_head)]
     wide = HeadWeights(head.embedding, head.norm.double(), head.lm_head.double(), head.rms_norm_eps)
     expected = dense_loss(exact[:-1], exact[-1], wide, ids, row, settings)
     expected.backward()
 
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
-    assert hidden.grad is not None
+    torch.testing.assert_close(outcome.total.double(), expected, rtol=1e-5, atol=1e-6)
+    assert outcome.gradient is not None
     assert head_parameter.grad is not None
-    for one, other in zip((*hidden.grad.split(row.alive), head_parameter.grad), exact, strict=True):
+    for one, other in zip((*outcome.gradient.split(row.alive), head_parameter.grad), exact, strict=True):
         torch.testing.assert_close(one.double(), other.grad, rtol=1e-4, atol=1e-7)
     drafted = torch.cat([(x @ exact[-1].T).argmax(-1) for x in exact[:-1]])
     assert torch.equal(outcome.drafted, drafted)
@@ -110,7 +108,7 @@ def test_a_draft_is_correct_only_if_it_is_the_best_token_of_the_whole_vocabulary
     # A student that knows the target's head exactly is right exactly where the target's choice is in its vocabulary.
     hidden = torch.nn.functional.rms_norm(row.teacher[row.ranks], (H,), head.norm, head.rms_norm_eps)
     lm_head = Weight(head.lm_head[ids], ())
-    _, outcome = projected_loss(
+    outcome = projected_loss(
         hidden, lm_head, teacher, row, Objective.of(DraftSettings(unroll=1), sampled=False), row.alive
     )
     top = (hidden @ head.lm_head.T).argmax(-1)
@@ -133,8 +131,8 @@ def test_positions_without_loss_have_exactly_zero_gradient() -> None:
     teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
     hidden = unroll(weights, row, embedding)
     objective = Objective.of(DraftSettings(unroll=UNROLL), sampled=False)
-    loss, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
-    loss.backward()
+    outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive)
+    hidden.backward(outcome.gradient)
     assert aux.grad is not None
     reached = aux.grad.flatten(1).abs().sum(1) > 0
     assert reached.tolist() == [p <= 9 for p in range(20)]
@@ -170,8 +168,8 @@ def test_sampled_unroll_has_the_exact_gradient_as_its_expectation() -> None:
         weights = prepare(draft, torch.float32)
         hidden = unroll(weights, row, head.embedding)
         objective = Objective.of(settings, sampled=sampled)
-        loss, _ = projected_loss(hidden, weights.lm_head, teacher, row, objective, exact_row.alive)
-        loss.backward()
+        outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, exact_row.alive)
+        hidden.backward(outcome.gradient)
         return torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]).double()
 
     roots = len(exact_row.ranks)
