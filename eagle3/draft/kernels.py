@@ -34,7 +34,7 @@ def fold_backward(
     d_keys: Tensor,
     d_values: Tensor,
 ) -> Tensor:
-    """`attention._fold_backward`, dq in place."""
+    """`attention._fold_backward`, dq in place; gradients lie in memory as what they belong to."""
     grid, shape = (len(q), keys.shape[2]), _shape(q, keys, values)
     _fold_backward[grid](dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, len(keys), *shape, num_warps=1)
     return dq

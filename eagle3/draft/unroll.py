@@ -163,11 +163,8 @@ class _Pass:
         entering = norm(self.tokens, w.input_norm, self.eps)
         self.context = linear(self._mixed(), w.fc)
         # Token p+1+t of root p stands at context position p+t, which is a root, too.
-        entered_q, entered_kv = (
-            linear(entering.index_select(0, rows), self.heads.q[0]),
-            linear(entering, self.heads.kv[0]),
-        )
-        entered = entered_q, entered_kv.index_select(0, rows)
+        entered_kv = linear(entering, self.heads.kv[0])
+        entered = linear(entering.index_select(0, rows), self.heads.q[0]), entered_kv.index_select(0, rows)
         normed = norm(self.context, w.hidden_norm, self.eps)
         k0, v0, self.saved0 = self.heads.keys(entered_kv, normed, row.positions, self.rotary)
         own = len(row.alive) - 1, max(row.alive[1:], default=0)
@@ -204,7 +201,7 @@ class _Pass:
         """Gradient of the outputs [M, H] -> gradients of the tokens' embeddings [C, H] and of g_{-1} [C, H]."""
         row = self.row
         self.gradients = Keys(*(torch.zeros_like(x) for x in self.keys))
-        # Of what the token halves of the projections gave to every (step, root), last step first.
+        # Gradients of what the token halves of the projections gave to every (step, root).
         d_entered: list[tuple[Tensor, Tensor]] = []
         d_stream = d_hidden.new_empty(0, d_hidden.shape[1])
         for t, d_output in reversed(list(enumerate(d_hidden.split(row.alive)))):
