@@ -90,13 +90,19 @@ def tune_concurrency(
     prompts: Annotated[Path, typer.Option(help="A part of the prompts; its first ones are asked.")],
     count: Annotated[int, typer.Option(help="How many prompts.")] = 16,
 ) -> None:
-    """Find the number of requests in flight that a server answers fastest (needs --config before the command)."""
+    """Find the number of requests in flight that a server answers fastest (needs --config before the command).
+
+    Writes tuning/concurrency.svg and tuning/concurrency.yaml into the run's results; give the latter to Snakemake as a
+    second configuration: `snakemake --configfile yours.yaml results/yours/tuning/concurrency.yaml`.
+    """
     from eagle3.engines.tuning import tune
 
     job: Job = context.obj
-    rows, best = tune(job.configuration(), target, prompts, count)
+    configuration = job.configuration()
+    folder = job.store.results / configuration.run / "tuning"
+    rows, best = tune(configuration, target, prompts, count, folder)
     console.table("answers by requests in flight", [tuple(row.values()) for row in rows], tuple(rows[0]))
-    console.say(f"set `machine.concurrency: {best}`")
+    console.say(f"recommended: `machine.concurrency: {best}`, written to {folder / 'concurrency.yaml'}")
 
 
 @app.command(rich_help_panel=TOOLS)

@@ -9,11 +9,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
+
 from eagle3.console import progress
 from eagle3.engines import GenerationRequest, Message, Sampling, open_engine
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records
+from eagle3.report import figures
 from eagle3.target import Target, load_target
 
 if TYPE_CHECKING:
@@ -113,8 +116,12 @@ def _has_levelled_off(tried: Sequence[Level]) -> bool:
     return all(level.tokens_per_second < _GAIN * best for level in tried[-2:])
 
 
-def tune(config: Config, pin: Path, prompts: Path, count: int) -> tuple[list[dict[str, Any]], int]:
-    """Tune with the first turns of the first `count` prompts of a part, and the sampling of the configuration."""
+def tune(config: Config, pin: Path, prompts: Path, count: int, folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Tune with the first turns of the first `count` prompts of a part, and the sampling of the configuration.
+
+    Writes into `folder`: `concurrency.svg`, tokens per second by requests in flight, and `concurrency.yaml`, a
+    configuration file that sets the recommended number.
+    """
     settings = config.responses
     requests = [
         GenerationRequest(
@@ -123,7 +130,18 @@ def tune(config: Config, pin: Path, prompts: Path, count: int) -> tuple[list[dic
         for prompt in islice(read_records(prompts), count)
     ]
     sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
-    return tune_concurrency(config.engine, config.machine, load_target(pin), requests, sampling)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, best = tune_concurrency(config.engine, config.machine, load_target(pin), requests, sampling, folder=folder)
+    write(rows, best, folder)
+    return rows, best
+
+
+def write(rows: Sequence[dict[str, Any]], best: int, folder: Path) -> None:
+    """Write the figure and the configuration file."""
+    with mpl.rc_context(figures.STYLE):
+        levels, speeds = ([row[name] for row in rows] for name in ("concurrency", "tokens_per_second"))
+        figures.save(figures.concurrency(levels, speeds, best), folder / "concurrency.svg")
+    (folder / "concurrency.yaml").write_text(f"machine:\n  concurrency: {best}\n", encoding="utf-8")
 
 
 def _first_turn(messages: Sequence[Message]) -> list[Message]:

@@ -190,6 +190,17 @@ def coverage(size: int, overall: float | None, per_source: Mapping[str, float | 
     return figure
 
 
+def concurrency(levels: Sequence[int], speeds: Sequence[float], best: int) -> Figure:
+    """Draw tokens per second against the requests in flight, and which number is recommended."""
+    figure, axes = _canvas(f"{best} requests in flight are almost as fast as any number", 4)
+    axes.plot(levels, speeds, color=BLUE, marker="o")
+    axes.axvline(best, color=ORANGE, linestyle="--", linewidth=1.2)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel="requests in flight", ylabel="tokens per second", ylim=(0, None))
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as SVG; the same figure gives the same bytes (under `STYLE`)."""
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
@@ -228,7 +239,8 @@ def _dots(axes: Axes, rows: Mapping[str, Mapping[str, float]], form: str) -> Non
     for name, row in rows.items():
         height, values = heights[name], sorted(row.values())
         axes.plot(values, [height] * len(values), color=GREY, linewidth=1.2, zorder=1)
-        for value, offset, align in zip(values, (-7, 7), ("right", "left"), strict=False):
+        ends = {values[0]: (-7, "right")} | ({values[-1]: (7, "left")} if len(values) > 1 else {})
+        for value, (offset, align) in ends.items():
             text = form.format(value)
             axes.annotate(
                 text, (value, height), (offset, 0), "data", "offset points", ha=align, va="center", fontsize=9

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
-from eagle3.engines.tuning import Level, _has_levelled_off, recommend
+from eagle3.config import load
+from eagle3.engines.tuning import Level, _has_levelled_off, recommend, write
 
 
 def levels(speeds: dict[int, float]) -> list[Level]:
@@ -29,3 +33,12 @@ def test_the_ramp_ends_after_two_levels_without_gain() -> None:
     assert not _has_levelled_off(levels({1: 10, 2: 9, 4: 11}))
     assert _has_levelled_off(levels({1: 10, 2: 10.1, 4: 9}))
     assert not _has_levelled_off(levels({1: 10, 2: 15, 4: 20, 8: 40}))
+
+
+def test_what_is_recommended_is_drawn_and_is_a_configuration(tmp_path: Path) -> None:
+    write([asdict(level) for level in levels({1: 10, 2: 20, 4: 20.5})], 2, tmp_path)
+    run = tmp_path / "run.yaml"
+    run.write_text("run: mine\nprompts: {sources: [{path: a.jsonl}]}\nmachine: {threads: 7}\n")
+    machine = load([run, tmp_path / "concurrency.yaml"]).machine
+    assert (machine.concurrency, machine.threads) == (2, 7)
+    assert "2 requests in flight" in (tmp_path / "concurrency.svg").read_text()

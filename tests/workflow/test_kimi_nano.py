@@ -1,0 +1,131 @@
+"""The whole workflow on the real vLLM, with a thinking target of Kimi's architecture and an MLA draft."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eagle3.chat import Chat, load_chat
+from eagle3.files.records import Record, read_json, read_records
+from eagle3.target import load_target
+from tests.engines.conftest import REAL_VLLM
+from tests.workflow.conftest import ROOT, Project
+
+pytestmark = [*REAL_VLLM, pytest.mark.timeout(1200)]
+
+CONFIG = "config/kimi-nano.yaml"
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A checkout in which the run of config/kimi-nano.yaml is finished."""
+    path = tmp_path_factory.mktemp("nano") / "project"
+    for folder in ("eagle3", "workflow", "resources/kimi-nano"):
+        shutil.copytree(ROOT / folder, path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (path / "config").mkdir()
+    shutil.copyfile(ROOT / CONFIG, path / CONFIG)
+    project = Project(path)
+    project.snakemake("--configfile", CONFIG)
+    return project
+
+
+@pytest.fixture(scope="module")
+def results(nano: Project) -> Path:
+    return nano.path / "results/kimi-nano"
+
+
+@pytest.fixture(scope="module")
+def chat(results: Path) -> Chat:
+    return load_chat(load_target(results / "target/target.json"))
+
+
+def all_samples(results: Path) -> list[Record]:
+    return [sample for name in ("train", "eval") for sample in read_records(results / f"dataset/{name}.jsonl.zst")]
+
+
+def counts_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = read_json(folder / "manifest.json")["counts"]
+    return found
+
+
+def test_spans_hold_the_reasoning(results: Path, chat: Chat) -> None:
+    """What is trained on begins behind `<think>`, which belongs to the prompt, and ends with the end of the turn."""
+    assert chat.reasoning_ids is not None
+    opening, closing = chat.reasoning_ids
+    (end,) = chat.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    samples = all_samples(results)
+    assert len(samples) > 200
+    for sample in samples:
+        ((start, stop),) = sample["spans"]
+        prompt, answer = sample["input_ids"][:start], sample["input_ids"][start:stop]
+        assert stop == len(sample["input_ids"])
+        assert prompt[-1] == opening
+        place = answer.index(closing)
+        assert place > 5, "reasoning of a few tokens at least"
+        assert answer[-1] == end
+        assert len(answer) > place + 2
+
+
+def test_a_blanked_rendering_is_never_trained_on(results: Path, chat: Chat) -> None:
+    """The template shows finished answers without their reasoning: in contexts, and nowhere else."""
+    assert chat.reasoning_ids is not None
+    blank = list(chat.reasoning_ids)
+    later = 0
+    for record in read_records(results / "responses/part-0/shard-0.jsonl.zst"):
+        for turn in record["turns"]:
+            messages = [*turn["request"]["messages"], turn["message"]]
+            finished = chat.tokenizer.apply_chat_template(messages, return_dict=False)
+            assert turn["message"]["reasoning"]
+            trained = turn["prompt_ids"] + turn["token_ids"]
+            assert finished != trained
+            # The finished rendering holds one blank more: the one that stands for this answer's reasoning.
+            assert pairs(finished, blank) == pairs(trained, blank) + 1 == len(turn["request"]["messages"]) // 2 + 1
+            assert pairs(turn["token_ids"], blank) == 0
+            later += len(turn["request"]["messages"]) > 1
+    assert later > 50
+
+
+def pairs(ids: list[int], pair: list[int]) -> int:
+    return sum(ids[place : place + 2] == pair for place in range(len(ids) - 1))
+
+
+def test_ids_rebuilt_from_the_text_are_the_engines_own(results: Path) -> None:
+    counts = counts_of(results / "responses/part-0")
+    assert counts["ids rebuilt from the text"] == {"equal": counts["answers"]}
+
+
+def test_states_are_the_targets(results: Path) -> None:
+    stats = read_json(results / "hidden_states/part-0/stats.json")
+    assert stats["stored"] == counts_of(results / "samples/part-0")["samples"]
+    assert stats["teacher_agreement"] == 1.0
+
+
+def test_serving_agrees_with_the_simulation(results: Path) -> None:
+    """On the same prompts, at the temperature of the responses; greedy outputs are the same but for near ties."""
+    simulated, served = (read_json(results / f"acceptance/{kind}/acceptance.json") for kind in ("simulated", "served"))
+    assert served["engine"]["name"] == "vllm"
+    assert served["sampled"]["temperature"] == 0.7
+    expected = simulated["on_served_prompts"]["acceptance_length"]
+    assert served["sampled"]["acceptance_length"] == pytest.approx(expected, rel=0.12)
+    assert expected > 1.5
+    assert all(abs(found["logit_gap"]) < 0.05 for found in served["divergences"])
+
+
+def test_the_draft_is_of_the_targets_kind(results: Path) -> None:
+    config = read_json(results / "export/plain/config.json")
+    assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+
+
+def test_a_draft_of_llamas_kind_is_trained_and_exported_too(nano: Project) -> None:
+    """It serves such targets on GPUs; here it is trained, exported, and drafts as in training when loaded again."""
+    overlay = {"run": "gqa", "draft": {"attention": "gqa", "epochs": 1}}
+    (nano.path / "gqa.yaml").write_text(yaml.safe_dump(overlay))
+    run = nano.snakemake("export", "--configfile", CONFIG, "gqa.yaml")
+    assert "results/gqa/responses/part-0: adopted from the store" in run.text
+    counts = counts_of(nano.path / "results/gqa/export")
+    assert counts["architecture"] == "LlamaForCausalLMEagle3"
+    assert counts["largest deviation from training"] < 1e-3
