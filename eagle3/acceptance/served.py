@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.acceptance import AcceptanceSettings, Drafted, choose, summarise
-from eagle3.console import progress
+from eagle3.console import progress, say
 from eagle3.engines import Engine, GenerationRequest, Sampling, Served, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of
@@ -33,7 +33,7 @@ def make(
 ) -> dict[str, Any]:
     """Write `acceptance.json`: acceptance overall and by source, speed both ways, and whether outputs are the same.
 
-    Prompts are served greedily and, with a temperature, sampled as well (`sampled`). Greedy speculation must not
+    Prompts are served greedily and, with a temperature, sampled as well (`sampled`) unless the engine cannot. Greedy speculation must not
     change a single token but for rounding: where an answer differs, the gap between the two candidates' logits at the
     first difference is recorded.
 
@@ -89,7 +89,9 @@ def _serve(
     """
     requests = [_request(sample) for sample in samples]
     ways = [Sampling(settings.max_tokens)]
-    if settings.temperature:
+    if settings.temperature and engine.sampling_fault:
+        say(f"only greedy serving is measured: {engine.sampling_fault}")
+    elif settings.temperature:
         ways.append(Sampling(settings.max_tokens, settings.temperature, settings.top_p))
     with progress(2 * len(ways), "serving", "runs") as bar:
 

@@ -114,6 +114,8 @@ class Engine(AbstractContextManager["Engine"], Protocol):
     versions: dict[str, str]
     batch_size: int | None
     """Requests that are computed together, so that their rounding depends on each other; None: independent."""
+    sampling_fault: str | None
+    """Why sampled answers with a draft cannot be trusted here; None if they can."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
         """Generate one turn for every request, in any order."""

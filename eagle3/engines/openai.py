@@ -31,6 +31,7 @@ class OpenAIEngine:
     """See `eagle3.engines.Engine`; the endpoint must serve the target itself."""
 
     name = "openai"
+    sampling_fault = None
     batch_size = None
 
     def __init__(self, settings: EngineSettings, machine: MachineSettings, target: Target) -> None:

@@ -35,6 +35,7 @@ class TransformersEngine:
     """See `eagle3.engines.Engine`. Batches are taken in the order given, `engine.batch_size` at a time."""
 
     name = "transformers"
+    sampling_fault = None
 
     def __init__(self, settings: EngineSettings, machine: MachineSettings, target: Target) -> None:
         torch.set_num_threads(machine.threads)

