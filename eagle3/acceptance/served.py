@@ -33,9 +33,9 @@ def make(
 ) -> dict[str, Any]:
     """Write `acceptance.json`: acceptance overall and by source, speed both ways, and whether outputs are the same.
 
-    Prompts are served greedily and, with a temperature, sampled as well (`sampled`) unless the engine cannot. Greedy speculation must not
-    change a single token but for rounding: where an answer differs, the gap between the two candidates' logits at the
-    first difference is recorded.
+    Prompts are served greedily and, with a temperature, sampled as well (`sampled`) unless the engine cannot. Greedy
+    speculation must not change a single token but for rounding: where an answer differs, the gap between the two
+    candidates' logits at the first difference is recorded.
 
     Args:
         settings: prompts, tokens and drafts.
