@@ -70,6 +70,10 @@ class Workflow:
             from eagle3.target.pin import revision
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
+        if stage == "draft" and self.config.draft.warm_start is not None:
+            weights = Path(self.config.draft.warm_start) / "model.safetensors"
+            # Where there are none, the stage itself says so.
+            settings["warm_start_sha256"] = _hash_files([str(weights)]) if weights.is_file() else None
         return settings
 
 
@@ -88,5 +92,5 @@ def _hash_files(files: list[str]) -> dict[str, str]:
             known[name] = [*mark, manifest.sha256(Path(name))]
         hashes[name] = known[name][3]
     if HASHES.parent.is_dir():
-        HASHES.write_bytes(orjson.dumps({name: known[name] for name in files}))
+        HASHES.write_bytes(orjson.dumps(known))
     return hashes

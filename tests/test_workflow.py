@@ -1,0 +1,27 @@
+"""Recipes: what Snakemake compares to know whether an artifact must be made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.artifacts.workflow import Workflow
+
+
+def test_a_draft_follows_the_weights_that_it_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the folder's name: other weights in it make another draft, the same bytes elsewhere in time do not."""
+    monkeypatch.chdir(tmp_path)
+    Path(".snakemake").mkdir()
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    flow = Workflow({"run": "r", "prompts": {"sources": [{"path": "a.jsonl"}]}, "draft": {"warm_start": str(earlier)}})
+    recipes = []
+    for weights in (None, b"one", b"two", b"one"):
+        if weights is not None:
+            (earlier / "model.safetensors").write_bytes(weights)
+        recipes.append(flow.recipe("draft"))
+        assert flow.recipe("vocabulary") == flow.recipe("vocabulary")
+    missing, one, two, again = recipes
+    assert len({missing, one, two}) == 3
+    assert one == again
