@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from eagle3.acceptance import AcceptanceSettings, served
 from eagle3.chat import Chat, load_chat
+from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.files.records import Record, read_json, read_records
 from eagle3.target import load_target
 from tests.engines.conftest import REAL_VLLM
@@ -114,6 +116,25 @@ def test_serving_agrees_with_the_simulation(results: Path) -> None:
     assert expected["acceptance_length"] > 1.5
     assert served["identical_outputs"] > 0.9
     assert all(abs(found["logit_gap"]) < 0.1 for found in served["divergences"])
+
+
+def test_the_embedded_engine_drafts_the_same(results: Path, tmp_path: Path) -> None:
+    """An MLA draft in plain PyTorch and in vLLM: the same prompts take the same steps, but for rounding."""
+    settings = AcceptanceSettings.model_validate(yaml.safe_load((ROOT / CONFIG).read_text())["acceptance"])
+    served.make(
+        settings,
+        EngineSettings(),
+        MachineSettings(threads=1),
+        target=results / "target/target.json",
+        evaluation=results / "dataset/eval.jsonl.zst",
+        export=results / "export/plain/config.json",
+        folder=tmp_path,
+    )
+    found = read_json(tmp_path / "acceptance.json")
+    expected = read_json(results / "acceptance/served/acceptance.json")
+    assert found["prompts"] == expected["prompts"]
+    assert found["steps"] == pytest.approx(expected["steps"], rel=0.03)
+    assert found["accepted"] == pytest.approx(expected["accepted"], rel=0.05)
 
 
 def test_the_draft_is_of_the_targets_kind(results: Path) -> None:
