@@ -68,7 +68,7 @@ async def work(client: Client, connection: AsyncOpenAI, request: GenerationReque
     body = body_of(request, Sampling(max_tokens=300), "target")
     answer = await client.ask(connection, "/chat/completions", body)
     read_message(answer["choices"][0])
-    read_raw(answer)
+    read_raw(answer, 0.0)
     return len(answer["choices"][0]["token_ids"])
 
 
