@@ -35,7 +35,9 @@ from eagle3.draft.rows import Row
 from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.timing import Timing
+from eagle3.draft.trackers import trackers
 from eagle3.draft.unroll import prepare, unroll
+from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
@@ -80,12 +82,13 @@ class Run:
         held_out: Sequence[Sample],
         reader: HiddenStateReader,
         *,
+        machine: MachineSettings,
         folder: Path,
         recipe: dict[str, Any],
         device: torch.device,
     ) -> None:
         """Take over `draft` with its first weights; `recipe` is what must not change before the run is finished."""
-        self.settings, self.folder, self.device = settings, folder, device
+        self.settings, self.machine, self.folder, self.device = settings, machine, folder, device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.draft = draft.to(device)
         self.optimizer = Optimizer(self.draft.parameters(), settings)
@@ -114,6 +117,10 @@ class Run:
         with _Terminated() as terminated, bar, ExitStack() as stack:
             names = (LOG, TIMING) if self.timing else (LOG,)
             self.logs = {name: stack.enter_context(RecordLog(self._scratch(name))) for name in names if self.writes}
+            # Process 0 tracks; the others have no trackers.
+            machine = self.machine if self.writes else MachineSettings()
+            shown = self.settings.model_dump()
+            self.track = stack.enter_context(trackers(machine, self.folder.name, first, shown))
             bar.update(self.state["tokens"])
             for number in range(first, len(self.steps)):
                 before = self.state["tokens"]
@@ -210,6 +217,7 @@ class Run:
     def _log(self, record: dict[str, Any], name: str = LOG) -> None:
         if self.writes:
             self.logs[name].append(record)
+            self.track(record.get("kind", "timing"), record)
 
     def _save(self) -> None:
         tensors: dict[str, dict[str, Tensor]] = {

@@ -78,7 +78,7 @@ def _train(
     samples, unsupervised = read_samples(train)
     held_out, _ = read_samples(evaluation)
     recipe = {
-        "settings": settings.model_dump(),
+        **{f"draft.{name}": value for name, value in settings.model_dump().items()},
         "target": pinned.revision,
         "vocabulary": sha256(vocabulary),
         "train": data_digest(samples),
@@ -89,7 +89,9 @@ def _train(
     head = head_weights(pinned)
     start(draft, settings, pinned, head)
     device = choose_device(machine)
-    run = Run(settings, draft, head, samples, held_out, reader, folder=folder, recipe=recipe, device=device)
+    run = Run(
+        settings, draft, head, samples, held_out, reader, machine=machine, folder=folder, recipe=recipe, device=device
+    )
     counts = run.train()
     if run.writes:
         write_json(folder / COUNTS, counts | {"unsupervised_samples": unsupervised})

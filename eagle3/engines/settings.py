@@ -48,3 +48,7 @@ class MachineSettings(Settings):
     """Seconds that a managed server may take to load the target."""
     engine_arguments: tuple[str, ...] = ()
     """Further arguments of a managed vLLM that only bear on speed and memory, such as `--gpu-memory-utilization`."""
+    tensorboard: str | None = None
+    """Folder in which the training writes its log for TensorBoard too, each run in a folder of its own."""
+    wandb: str | None = None
+    """Project of Weights & Biases to which the training sends its log."""
