@@ -172,15 +172,17 @@ def causal_backward(
 
 def _blocks(segments: Segments) -> list[tuple[slice, slice, Tensor]]:
     """Cut the queries into blocks: rows, the keys they can see, and which of those are hidden [rows, keys]."""
-    blocks = []
+    blocks, device = [], segments.q_offsets.device
     for sample in range(len(segments.q) - 1):
         first, end = segments.q[sample], segments.q[sample + 1]
         start, last = segments.k[sample], segments.k[sample + 1]
         for row in range(first, end, BLOCK):
             stop = min(row + BLOCK, end)
-            visible = torch.arange(last - (end - row) + 1, last - (end - stop) + 1)
-            keys = slice(start, int(visible[-1]))
-            blocks.append((slice(row, stop), keys, torch.arange(start, keys.stop) >= visible[:, None]))
+            # The key after the last one that a query sees, from the block's first query to its last.
+            beyond = torch.arange(last - end + row + 1, last - end + stop + 1, device=device)
+            keys = slice(start, last - end + stop)
+            hidden = torch.arange(keys.start, keys.stop, device=device) >= beyond[:, None]
+            blocks.append((slice(row, stop), keys, hidden))
     return blocks
 
 

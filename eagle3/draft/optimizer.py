@@ -17,6 +17,8 @@ from eagle3.draft import parallel
 from eagle3.draft.settings import DraftSettings
 
 BETAS = (0.9, 0.95)
+# Where torch's fused kernel takes `grad_scale` and `found_inf` and heeds neither.
+IGNORES_SCALE = frozenset({"mps"})
 
 
 class Optimizer:
@@ -73,16 +75,24 @@ class Optimizer:
             dist.all_reduce(square)
             norm = square.sqrt()
         skipped = 1.0 - norm.isfinite().float()
-        # torch's fused kernel divides by the one and does nothing where the other is set (made for loss scaling).
-        self.adamw.grad_scale = (norm / self.settings.max_grad_norm).clamp_min(1.0)  # type: ignore[attr-defined]
-        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
+        self._update((norm / self.settings.max_grad_norm).clamp_min(1.0), skipped)
         if distributed:
             dist.all_gather_into_tensor(self.values, self.values[self.share].clone())
         self.gradients.zero_()
         return norm, skipped
+
+    def _update(self, scale: Tensor, skipped: Tensor) -> None:
+        """Step with the gradients divided by `scale`, unless `skipped`."""
+        if self.shard.device.type in IGNORES_SCALE:
+            if not skipped:
+                self.shard.div_(scale)
+                self.adamw.step()
+            return
+        # Made for loss scaling: the kernel divides by the one and does nothing where the other is set.
+        self.adamw.grad_scale, self.adamw.found_inf = scale, skipped  # type: ignore[attr-defined]
+        self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments of all parameters, whole and in flat order, and the step count; on every rank."""
