@@ -127,6 +127,8 @@ def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     values["rope_type"] = values.pop("type", None) or values.get("rope_type") or "default"
+    # A draft's heads are rotated whole, whatever part of its own heads the target rotates.
+    values.pop("partial_rotary_factor", None)
     if values["rope_type"] not in ROPE_TYPES:
         raise Eagle3Error(
             "the target's rope type is not supported in drafts",
