@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     """Return output [N, Hq, dv] and log-sum-exp [N, Hq]."""
-    if kernels := _flash_attention_4(q.device):
+    if kernels := _flash_attention_4(q, v):
         out, lse, *_ = kernels._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(segments, scale))
     else:
         lengths = segments.q_offsets, segments.k_offsets, *segments.longest
@@ -48,7 +48,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v for the softmax that `out` and `lse` belong to."""
     lse = lse.mT.contiguous()
-    if kernels := _flash_attention_4(q.device):
+    if kernels := _flash_attention_4(q, v):
         dq, dk, dv, *_ = kernels._flash_attn_bwd(q, k, v, out, d_out, lse, **_arguments(segments, scale))
     else:
         lengths = segments.q_offsets, segments.k_offsets, *segments.longest
@@ -61,10 +61,23 @@ def flash_backward(
     return dq, dk, dv[..., : v.shape[2]]
 
 
+def _flash_attention_4(q: Tensor, v: Tensor) -> Any:
+    """The module with the kernels, or None if they do not run here. Compiles them at first use, for any lengths."""
+    major, _ = torch.cuda.get_device_capability(q.device)
+    return _installed() if takes(major, q.shape[2], v.shape[2]) else None
+
+
+def takes(major: int, d: int, dv: int) -> bool:
+    """Whether FlashAttention-4 has kernels for a GPU generation and sizes of the heads, forward and backward."""
+    if d % 8 or dv % 8:
+        return False
+    largest = max(d, dv)
+    return (major == 9 and largest <= 256) or (major == 10 and (largest <= 128 or (d, dv) == (192, 128)))
+
+
 @functools.cache
-def _flash_attention_4(device: torch.device) -> Any:
-    """The module with the kernels, or None. Compiles them at first use, for any lengths."""
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10) or importlib.util.find_spec("flash_attn") is None:
+def _installed() -> Any:
+    if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
         from flash_attn.cute import interface  # type: ignore[import-not-found]
