@@ -1,6 +1,6 @@
 """Which positions carry loss, and how samples share rows.
 
-Notation as in `eagle3.draft.model`: a *root* is a position p from which a chain of drafts starts; its *lifetime* is
+Notation as in `eagle3.draft.unroll`: a *root* is a position p from which a chain of drafts starts; its *lifetime* is
 the number of steps t with m_t[p] = 1.
 """
 

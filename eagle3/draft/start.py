@@ -55,10 +55,10 @@ def take_over(draft: Draft, folder: Path) -> None:
         found = {name.replace("midlayer.", "layers.0."): value for name, value in load_file(folder / WEIGHTS).items()}
     except FileNotFoundError:
         raise Eagle3Error("there is no draft to start from", where=folder / WEIGHTS) from None
-    ids = torch.arange(len(found[_HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
     weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
     expected = dict(draft.named_parameters())
     _check_shapes(weights, expected, folder)
+    ids = torch.arange(len(found[_HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
     for name, parameter in expected.items():
         if name != _HEAD:
             parameter.copy_(weights[name])

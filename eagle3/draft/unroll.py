@@ -107,15 +107,17 @@ def unroll(weights: Weights, row: Row, embedding: Tensor) -> Tensor:
         h_t of all steps [M, H], one step after the other (`split(row.alive)`), each in the row's root order.
     """
     dtype = weights.fc.value.dtype
-    tokens = embedding[row.next_tokens].to(dtype)
-    hidden: Tensor = _Unroll.apply(weights, row, weights.anchor, tokens, row.aux.to(dtype))  # type: ignore[no-untyped-call]
+    tokens, aux = embedding[row.next_tokens].to(dtype), row.aux.to(dtype)
+    if not torch.is_grad_enabled():
+        return _Pass(weights, row, tokens, aux, keep=False).forward()
+    hidden: Tensor = _Unroll.apply(weights, row, weights.anchor, tokens, aux)  # type: ignore[no-untyped-call]
     return hidden
 
 
 class _Unroll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Weights, row: Row, _anchor: Tensor, tokens: Tensor, aux: Tensor) -> Tensor:
-        ctx.run = _Pass(weights, row, tokens, aux, keep=any(ctx.needs_input_grad))
+        ctx.run = _Pass(weights, row, tokens, aux, keep=True)
         hidden: Tensor = ctx.run.forward()
         return hidden
 

@@ -1,7 +1,7 @@
 """Speed and memory of one training step: unroll, loss, backward, clipping, AdamW.
 
     python tests/benchmarks/train_step.py                                   # small, on CPU
-    python tests/benchmarks/train_step.py --device cuda --shape llama8b     # the figures in the issues
+    python tests/benchmarks/train_step.py --device cuda --shape llama8b     # as large as a draft for Llama-3.1-8B
     python tests/benchmarks/train_step.py --device cuda --shape kimi --supervised 0.5 --sampled
 
 Random data. Prints one JSON line: tokens/s counts the row's positions, supervised or not.

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from eagle3.draft import unroll as unroll_module
 from eagle3.draft.config import DraftConfig
+from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.rows import build_row
+from eagle3.draft.settings import DraftSettings
 from eagle3.draft.unroll import prepare, unroll
-from tests.draft.conftest import H, V, random_draft, random_states, tiny_config
+from tests.draft.conftest import H, V, random_draft, random_head, random_states, tiny_config
 from tests.draft.naive_chain import NaiveChain
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,7 +42,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
+    "all options": {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "num_key_value_heads": 1},
     "mla": {"latent": True},
+    "mla, all options": {"latent": True, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
     "mla, yarn": {
         "latent": True,
         "rope_parameters": {
@@ -82,7 +88,7 @@ def test_unroll_equals_naive_chain_decoding(name: str) -> None:
             torch.testing.assert_close(logits[t][place], vector, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["eagle-3", "eagle-3.1", "norm before residual", "yarn", "mla", "mla, yarn"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_equal_those_of_naive_chains(name: str) -> None:
     generator = torch.Generator().manual_seed(7)
     draft = random_draft(tiny_config(**VARIANTS[name]), generator)
@@ -112,6 +118,41 @@ def test_gradients_equal_those_of_naive_chains(name: str) -> None:
         if name != "lm_head.weight":
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad.double(), naive.weights[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_without_gradients_keeps_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(6)
+    draft, states = random_draft(tiny_config(), generator), random_states("a", 20, [(3, 20)], generator)
+    row, embedding = build_row([(states, [(3, 20)])], unroll=3), torch.randn(V, H, generator=generator)
+    expected = unroll(prepare(draft, torch.float32), row, embedding)
+    kept: list[object] = []
+    monkeypatch.setattr(unroll_module, "_Step", lambda *tensors: kept.append(tensors))
+    with torch.no_grad():
+        assert torch.equal(unroll(prepare(draft, torch.float32), row, embedding), expected)
+    assert not kept
+
+
+@pytest.mark.parametrize("name", ["eagle-3", "mla, all options"])
+def test_a_pass_makes_its_tensors_where_its_inputs_are(name: str) -> None:
+    """As on a device without kernels, such as Apple's: here a tensor that is made anywhere else is on `meta`."""
+    generator = torch.Generator().manual_seed(6)
+    states = random_states("a", 30, [(3, 20)], generator)
+    row, head = build_row([(states, [(3, 20)])], unroll=3), random_head(generator)
+    draft = random_draft(tiny_config(**VARIANTS[name]), generator)
+    teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
+    objective = Objective.of(DraftSettings(unroll=3), sampled=False)
+
+    def gradients() -> list[Tensor]:
+        draft.zero_grad()
+        weights = prepare(draft, torch.float32)
+        hidden = unroll(weights, row, head.embedding)
+        hidden.backward(projected_loss(hidden, weights.lm_head, teacher, row, objective, row.alive).gradient)
+        return [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    with torch.device("meta"):
+        found = gradients()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_packed_rows_equal_the_same_samples_alone() -> None:

@@ -50,6 +50,13 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     assert 0 < shared < 50
 
 
+def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:
+    draft = random_draft(tiny_config(), torch.Generator().manual_seed(1))
+    save_file({n: p for n, p in draft.state_dict().items() if n != "lm_head.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(Eagle3Error, match=r"not built like this one(.|\n)*lm_head.weight': 'missing'"):
+        take_over(draft, tmp_path)
+
+
 def test_a_draft_of_another_shape_is_refused_with_its_tensors(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     old = random_draft(tiny_config(intermediate_size=20, fc_norm=True), generator)
