@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from eagle3.chat import Chat, UnrenderableError
@@ -35,7 +35,8 @@ def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapp
     """Yield one response per prompt, in order.
 
     A turn that cannot be used has an `error`, and the conversation ends with it: `special_token_in_text` and
-    `template_error` as for an engine, and `no_reasoning_marks` if the target has no tokens around reasoning.
+    `template_error` as for an engine, `no_reasoning_marks` if the target has no tokens around reasoning, and
+    `answer_not_written` if its template leaves out a part of the answer.
     """
     with progress(len(prompts), "given answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
         waiting: deque[tuple[list[tuple[Record, list[_Turn]]], Future[list[list[int]]]]] = deque()
@@ -89,6 +90,9 @@ def _answer(chat: Chat, request: GenerationRequest, message: Message, asked: str
     """Return the answer's text if the template writes all of it behind the prompt, else its parts."""
     reasoning, content = message.get("reasoning", ""), message["content"]
     finished = finished_text(chat, request, message)
+    silent = {key: value for key, value in message.items() if key != "tool_calls"}
+    if "tool_calls" in message and finished == finished_text(chat, request, silent):
+        raise UnrenderableError("answer_not_written", "the chat template leaves out calls of tools")
     written = finished.removeprefix(asked)
     thought, said = "", written
     opening, closing = map(chat.control.__getitem__, chat.reasoning_ids) if chat.reasoning_ids else ("", "")
@@ -105,9 +109,8 @@ def _check(chat: Chat, message: Message) -> None:
     reasoning = message.get("reasoning", "")
     if reasoning and chat.reasoning_ids is None:
         raise UnrenderableError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    texts = (message["content"], reasoning, *(part for call in calls for part in (call["name"], call["arguments"])))
-    for text in texts:
+    calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", ())]
+    for text in (message["content"], reasoning, *chain.from_iterable(calls)):
         if (found := chat.control_in(text)) and (wrong := [mark for mark in found if mark not in chat.marks]):
             raise UnrenderableError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
 

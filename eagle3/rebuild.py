@@ -92,10 +92,13 @@ def after_content(chat: Chat, request: GenerationRequest, message: Message) -> s
     """Return what stands behind the content of a finished answer: calls of tools, and the end of the turn.
 
     Raises:
-        UnrenderableError: the template refuses the answer.
+        UnrenderableError: the template refuses the answer, or leaves out the content beside calls.
     """
     answer = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls")}
-    return finished_text(chat, request, answer).rpartition(_CONTENT)[2]
+    _, found, rest = finished_text(chat, request, answer).rpartition(_CONTENT)
+    if not found:
+        raise UnrenderableError("answer_not_written", "the chat template leaves out the text of an answer")
+    return rest
 
 
 def finished_text(chat: Chat, request: GenerationRequest, message: Message) -> str:

@@ -113,9 +113,7 @@ def find_user_turn(chat: Chat) -> UserTurn:
     Raises:
         Eagle3Error: it does not write the message as it is, or closes it with plain text.
     """
-    text = chat.tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARKER}], tokenize=False, add_generation_prompt=True
-    )
+    text = chat.apply([{"role": "user", "content": _MARKER}], None, {}, generate=True)
     opening, marker, rest = text.partition(_MARKER)
     # A blank before the message belongs to its first token.
     ids, after = (chat.tokenizer.encode(part, add_special_tokens=False) for part in (opening.rstrip(" "), rest))

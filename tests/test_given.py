@@ -202,6 +202,7 @@ class TestFaults:
             ((USER, answer("a", reasoning="</think>")), "special_token_in_text"),
             ((USER, answer("a", tool_calls=[CALL]), {"role": "tool", "content": "<|im_end|>"}, answer("b")), None),
             (({"role": "user", "content": "<|im_user|>"}, answer("a")), "special_token_in_text"),
+            ((USER, answer("a", tool_calls=[{**CALL, "id": "<|im_end|>"}])), "special_token_in_text"),
         ],
     )
     def test_text_becomes_no_control_token(self, chat: Chat, messages: Any, code: str | None) -> None:
@@ -215,6 +216,27 @@ class TestFaults:
         [turn] = answers(chat, USER, answer(targets.CALL), tools=targets.TOOLS, thinking=False)
         # The template of this target does not write the marks in a plain conversation, but knows them.
         assert text(chat, turn["token_ids"]) == f"{targets.CALL}<|im_end|>"
+
+    @pytest.mark.parametrize(
+        ("written", "content"),
+        [
+            # As SmolLM2's: it knows no calls. As Llama 3.1's: what stands beside a call is left out.
+            ("{{ m.content }}", "Look."),
+            ("{{ m.content }}", ""),
+            ("{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}", "Look."),
+        ],
+    )
+    def test_a_template_that_leaves_out_a_part_of_the_answer(self, tmp_path: Path, written: str, content: str) -> None:
+        tokenizer = targets.make_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}" + written + "<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+        )
+        tokenizer.save_pretrained(tmp_path)
+        chat = load_chat(Target(tmp_path, "x", {"eagle3_eos_token_ids": [0]}, trust_remote_code=False))
+        [turn] = answers(chat, USER, answer(content, tool_calls=[CALL]), RESULT, answer("Wet."))
+        assert turn["error"].startswith("answer_not_written: ")
+        assert turn["token_ids"] == []
 
     def test_reasoning_without_marks_for_it(self, tiny_target: Path, tmp_path: Path) -> None:
         pin = {"path": str(tiny_target), "revision": "x", "config": {"eagle3_eos_token_ids": [2]}}

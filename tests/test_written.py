@@ -92,6 +92,12 @@ class TestUserTurn:
         assert chat.tokenizer.decode(found.opening) == opening
         assert chat.tokenizer.decode([found.closing]) == closing
 
+    def test_a_template_that_refuses_a_lone_message(self, target: Path) -> None:
+        chat = load_chat(load_target(target))
+        chat.tokenizer.chat_template = "{{ raise_exception('a system message is missing') }}"
+        with pytest.raises(Eagle3Error, match="a system message is missing"):
+            find_user_turn(chat)
+
     @pytest.mark.parametrize(
         "template",
         [
