@@ -32,18 +32,19 @@ def read_answer(message: Mapping[str, Any], text: str) -> Message:
     found = [value for key in _REASONING_KEYS if (value := message.get(key))]
     if not all(isinstance(value, str) for value in found):
         raise RejectedError("reasoning_form", "reasoning that is not text")
-    reasoning = {value for value in found if value.strip()}
+    reasoning = {value.strip(): value for value in found if value.strip()}
     if text.lstrip().startswith(_OPENING):
         inline, closed, rest = text.lstrip().removeprefix(_OPENING).partition(_CLOSING)
         if not closed:
             raise RejectedError("reasoning_form", f"{_OPENING} without {_CLOSING}")
         text = rest
-        reasoning |= {inline} if inline.strip() else set()
+        if inline.strip():
+            reasoning.setdefault(inline.strip(), inline)
     if len(reasoning) > 1:
         raise RejectedError("reasoning_form", "reasoning in two places that differ")
     answer: Message = {"role": "assistant", "content": text}
     if reasoning:
-        answer["reasoning"] = reasoning.pop()
+        [answer["reasoning"]] = reasoning.values()
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise RejectedError("bad_tool_call", f"`tool_calls` is a {type(calls).__name__}")
@@ -104,7 +105,7 @@ def _call(call: Any) -> dict[str, Any]:
             arguments = rest.get("arguments", rest.get("parameters"))
         case _:
             raise RejectedError("bad_tool_call", "a call without the name of a function")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False, default=str)
     try:
         valid = isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:

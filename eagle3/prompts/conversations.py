@@ -117,7 +117,8 @@ def to_conversation(row: Mapping[str, Any], form: Form, *, as_is: bool = False) 
             messages.append(message)
         elif role == "assistant":
             join_answers(last, message)
-        else:
+        elif role != "system" or message["content"] != last["content"]:
+            # Some rows hold their system message twice: in a column, and as the first message.
             last["content"] += f"\n\n{message['content']}"
         previous = role
     if "user" not in roles:
@@ -261,4 +262,6 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RejectedError("bad_tools", "not a list of schemas")
-    return value
+    # Parquet has types that JSON lacks.
+    tools: list[dict[str, Any]] = orjson.loads(orjson.dumps(value, default=str))
+    return tools

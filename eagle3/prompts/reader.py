@@ -153,16 +153,17 @@ class Reader:
         return self._forms[place]
 
     def _keep(self, conversation: Conversation, name: str, number: int) -> None:
-        """Put a conversation into the spool, unless an earlier one equals it or its source gives enough."""
+        """Put a conversation into the spool, unless its source gives enough or an earlier one equals it."""
         id = conversation.id
+        rank = hash_of(self._settings.seed, id)
+        if fraction_of(rank) >= self._settings.sources[number].weight:
+            # It does not count as the first of its kind: another source may take it.
+            self._counts[name]["not taken"] += 1
+            return
         key = id if self._settings.duplicates == "exact" else conversation.normalised_id
         if first := self._first.get(key):
             raise RejectedError("duplicate" if first == id else "duplicate_normalised", f"of {first}")
         self._first[key] = id
-        rank = hash_of(self._settings.seed, id)
-        if fraction_of(rank) >= self._settings.sources[number].weight:
-            self._counts[name]["not taken"] += 1
-            return
         if self._settings.sources[number].limit is not None:
             self._ranks[number].append(rank)
         if conversation.cut:

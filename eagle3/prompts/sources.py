@@ -53,7 +53,7 @@ def find_files(path: str, setting: str = "prompts.sources") -> list[Path]:
     """
     folder = Path(path).is_dir()
     # `glob` unlike `Path.glob` takes absolute patterns and passes over hidden files.
-    found = glob.glob(f"{path}/**/*" if folder else path, recursive=True)  # noqa: PTH207
+    found = glob.glob(f"{glob.escape(path)}/**/*" if folder else path, recursive=True)  # noqa: PTH207
     if folder:
         found = [name for name in found if name.endswith(_SUFFIXES)]
     elif not found and Path(path).exists():
@@ -167,7 +167,8 @@ def _diagnose(number: int, line: bytes, problem: str) -> Row:
         orjson.dumps(value)
     except UnicodeDecodeError as error:
         return Row(number, line.decode(errors="replace"), RejectedError("not_utf8", str(error)))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
+        # Besides faults of syntax: numbers with more digits than Python converts.
         return Row(number, line.decode(), RejectedError("not_json", problem))
     except TypeError:
         # Valid JSON whose strings no encoder accepts.
@@ -187,7 +188,7 @@ def _json_rows(data: bytes) -> Iterator[Row]:
             # One row with a string that no encoder accepts must not cost the whole file.
             for number, value in enumerate(json.loads(data.decode("utf-8-sig")), start=1):
                 yield from _json_line(number, json.dumps(value).encode())
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             line = data.count(b"\n", 0, error.pos) + 1
             raise EOFError(f"no valid JSON array: {error}, near line {line}") from None
         return
@@ -198,7 +199,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import polars
 
     try:
-        frame = polars.scan_parquet(path)
+        frame = polars.scan_parquet(path, glob=False)
         total = frame.select(polars.len()).collect().item()
         for start in range(0, total, _PARQUET_ROWS):
             rows = frame.slice(start, _PARQUET_ROWS).collect().iter_rows(named=True)
