@@ -122,6 +122,9 @@ class _Cleaner:
         self._check_ids(turn, prompt, answer)
         body = self._check_end(turn, answer)
         reasoning = self._check_reasoning(turn, prompt, answer)
+        said = (turn["message"].get("content") or "").strip() or turn["message"].get("tool_calls")
+        if turn["finish_reason"] == "stop" and not said:
+            raise UncleanError("empty", "no content")
         if len(answer) < self._settings.min_generated:
             raise UncleanError("too_short", f"{len(answer)} generated tokens")
         if (period := loop_period(body, self._settings.max_repeats)) is not None:
@@ -158,9 +161,6 @@ class _Cleaner:
         if not self._forbidden.isdisjoint(body):
             found = next(id for id in body if id in self._forbidden)
             raise UncleanError("special_token_inside", self._chat.control.get(found, str(found)))
-        message = turn["message"]
-        if finish == "stop" and not (message.get("content") or "").strip() and not message.get("tool_calls"):
-            raise UncleanError("empty", "no content")
         return body
 
     def _check_reasoning(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> int:

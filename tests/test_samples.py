@@ -170,7 +170,7 @@ class TestReasoning:
         ("answer", "changes", "reason"),
         [
             ("</think>hello Ada, hello", {}, "reasoning_missing"),
-            ("the sea, the moon", {}, "empty"),
+            ("the sea, the moon", {}, "reasoning_open"),
             ("the sea, the moon", {"message": {"content": "the moon"}}, "reasoning_open"),
         ],
     )
