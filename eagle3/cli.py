@@ -221,8 +221,8 @@ def report(
         "dataset_stats": dataset_stats,
         "vocabulary_stats": vocabulary_stats,
         "acceptance": [simulated, served],
-        "samples_stats": [file for file in stats if "samples" in file.parts],
-        "hidden_states_stats": [file for file in stats if "hidden_states" in file.parts],
+        "samples_stats": [file for file in stats if file.parts[-3] == "samples"],
+        "hidden_states_stats": [file for file in stats if file.parts[-3] == "hidden_states"],
     }
     context.obj.produce("report", output, inputs)
 

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-_consoles = [Console(stderr=True, highlight=False)]
+_consoles = [Console(stderr=True, highlight=False, markup=False)]
 
 
 def log_to(path: Path) -> None:
     """Also write every message and table to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _consoles.append(Console(file=path.open("w", encoding="utf-8"), highlight=False, width=120))
+    _consoles.append(Console(file=path.open("w", encoding="utf-8"), highlight=False, markup=False, width=120))
 
 
 def progress(total: int | None, title: str, unit: str) -> tqdm[Any]:
@@ -44,13 +44,13 @@ def progress(total: int | None, title: str, unit: str) -> tqdm[Any]:
 def say(message: str) -> None:
     """Print one line for the user."""
     for console in _consoles:
-        console.print(message, markup=False, soft_wrap=True)
+        console.print(message, soft_wrap=True)
 
 
 def fail(message: str) -> None:
     """Print an error."""
     for console in _consoles:
-        console.print(message, markup=False, soft_wrap=True, style="bold red")
+        console.print(message, soft_wrap=True, style="bold red")
 
 
 def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] = ("", "")) -> None:

@@ -24,6 +24,9 @@ STYLES = {
     "answer": "green",
     "special": "red",
 }
+# Data must not steer the terminal: control characters are shown as their pictures.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+_PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 def show_records(file: Path, *, sample: str | None, target: Path | None, count: int) -> None:
@@ -46,7 +49,7 @@ def show_records(file: Path, *, sample: str | None, target: Path | None, count: 
         supervised = sum(end - start for start, end in record["spans"])
         facts = [record["id"], record["source"], f"{len(record['input_ids'])} tokens, {supervised} trained on"]
         facts += [name.replace("_", "-") for name in ("off_policy", "cut") if record.get(name)]
-        console.rule("  ·  ".join(facts))
+        console.rule(Text("  ·  ".join(facts)))
         console.print(coloured(record, roles), soft_wrap=True)
 
 
@@ -60,7 +63,7 @@ def coloured(sample: Record, roles: Roles) -> Text:
     """Return a sample's text, coloured by role; what is trained on is bold and underlined."""
     text = Text()
     for segment in roles.segments(sample):
-        text.append(segment.text, style=_style(segment.role, generated=segment.generated))
+        text.append(segment.text.translate(_PICTURES), style=_style(segment.role, generated=segment.generated))
     return text
 
 

@@ -338,6 +338,15 @@ def test_ten_samples_of_all_sources_are_coloured_by_role(reported: Reported) -> 
     assert re.search(r"Seven baskets and more.*\[… [\d,]+ characters …\].*and more!", shown[0][1])
 
 
+def test_names_of_sources_are_no_formulas(run: Run, tmp_path: Path) -> None:
+    vocabulary = orjson.loads(run.vocabulary_stats.read_bytes())
+    write_json(run.vocabulary_stats, {**vocabulary, "sources": {"cost_$5_$10": 0.9, "x$^$y": 0.8}})
+    run.report(tmp_path / "report")
+    drawn = (tmp_path / "report" / "coverage.svg").read_text(encoding="utf-8")
+    assert "cost_$5_$10" in drawn
+    assert "x$^$y" in drawn
+
+
 def test_a_damaged_log_is_named(run: Run, tmp_path: Path) -> None:
     run.training_log.write_bytes(b'{"kind": "train", "st')
     with pytest.raises(Eagle3Error, match=re.escape(str(run.training_log))):

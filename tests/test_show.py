@@ -46,6 +46,19 @@ def test_one_sample_by_its_id(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "system  user  tool  history  reasoning  answer  special" in shown
 
 
+def test_data_does_not_steer_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = load_chat(load_target(run / "target" / "target.json"))
+    file = run / "samples" / "part-0" / "odd.jsonl.zst"
+    ids = chat.encode(["\x1b[2J\x9b31m\r\x7fa\tb\n[bold]c<|im_end|>"])[0]
+    write_records(file, [{"id": "x", "source": "[/red]", "input_ids": ids, "spans": [[1, len(ids)]]}])
+    show_records(file, sample=None, target=None, count=1)
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x9b", "\r", "\x7f"} & set(shown)
+    assert "␛[2J" in shown
+    assert "[bold]c" in shown
+    assert "[/red]" in shown
+
+
 def test_the_first_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = run / "samples" / "part-0"
     show_records(part / "samples.jsonl.zst", sample=None, target=None, count=3)

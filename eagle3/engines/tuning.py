@@ -129,6 +129,8 @@ def tune(config: Config, pin: Path, prompts: Path, count: int, folder: Path) -> 
         )
         for prompt in islice(read_records(prompts), count)
     ]
+    if not requests:
+        raise Eagle3Error("there are no prompts to tune with", where=prompts, remedy="give another part")
     sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
     folder.mkdir(parents=True, exist_ok=True)
     rows, best = tune_concurrency(config.engine, config.machine, load_target(pin), requests, sampling, folder=folder)

@@ -25,6 +25,8 @@ MARKERS = {"simulated": "o", "served": "s", "sampled": "^"}
 STYLE = {
     "svg.hashsalt": "eagle3",
     "svg.fonttype": "none",
+    # Names of sources may hold dollar signs.
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 12,

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from eagle3.config import load
-from eagle3.engines.tuning import Level, _has_levelled_off, recommend, write
+from eagle3.engines.tuning import Level, _has_levelled_off, recommend, tune, write
+from eagle3.errors import Eagle3Error
+from eagle3.files.records import write_records
 
 
 def levels(speeds: dict[int, float]) -> list[Level]:
@@ -42,3 +44,12 @@ def test_what_is_recommended_is_drawn_and_is_a_configuration(tmp_path: Path) -> 
     machine = load([run, tmp_path / "concurrency.yaml"]).machine
     assert (machine.concurrency, machine.threads) == (2, 7)
     assert "2 requests in flight" in (tmp_path / "concurrency.svg").read_text()
+    assert "mathdefault" not in (tmp_path / "concurrency.svg").read_text()
+
+
+def test_a_part_without_prompts_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("run: mine\nprompts: {sources: [{path: a.jsonl}]}\n")
+    write_records(tmp_path / "part-0.jsonl.zst", ())
+    with pytest.raises(Eagle3Error, match="no prompts to tune with"):
+        tune(load([run]), tmp_path / "target.json", tmp_path / "part-0.jsonl.zst", 4, tmp_path / "tuning")
