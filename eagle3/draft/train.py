@@ -100,7 +100,11 @@ def _train(
 def choose_device(machine: MachineSettings) -> torch.device:
     """Return the device that the settings name; `auto` prefers CUDA, then Apple's, then the CPU."""
     if machine.device != "auto":
-        return torch.device(machine.device)
+        device = torch.device(machine.device)
+        if device.type == "cuda" and device.index is not None:
+            # Triton and FlashAttention-4 launch on the current device, wherever their tensors are.
+            torch.cuda.set_device(device)
+        return device
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

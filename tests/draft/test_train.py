@@ -149,6 +149,14 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
     assert sum(name in str(error.value) for name in spoiled) > 1
 
 
+def test_a_gpu_that_is_named_is_the_one_that_kernels_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cuda:1", "cuda", "cpu"):
+        assert train.choose_device(MachineSettings(device=name)) == torch.device(name)
+    assert current == [torch.device("cuda:1")]
+
+
 def test_hidden_states_of_other_tokens_are_refused(inputs: Inputs, tmp_path: Path) -> None:
     records = list(read_records(inputs.train))
     records[3]["input_ids"][2] += 1
