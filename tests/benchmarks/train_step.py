@@ -3,6 +3,7 @@
     python tests/benchmarks/train_step.py                                   # small, on CPU
     python tests/benchmarks/train_step.py --device cuda --shape llama8b     # as large as a draft for Llama-3.1-8B
     python tests/benchmarks/train_step.py --device cuda --shape kimi --supervised 0.5 --sampled
+    python tests/benchmarks/train_step.py --device cuda --shape llama8b --gpus 2
 
 Random data. Prints one JSON line: tokens/s counts the row's positions, supervised or not.
 """
@@ -10,6 +11,7 @@ Random data. Prints one JSON line: tokens/s counts the row's positions, supervis
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
+from eagle3.draft import parallel
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.flops import training_flops
 from eagle3.draft.model import Draft
@@ -82,8 +85,17 @@ PEAK = 989e12
 
 def main() -> None:
     options = parse()
+    if options.gpus > 1:
+        parallel.launch(options.gpus, functools.partial(measure, options))
+    else:
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Time the step; with several processes each has rows of its own."""
     torch.manual_seed(0)
     device = torch.device(options.device)
+    seeds = [2 * parallel.rank(), 2 * parallel.rank() + 1]
     config = DraftConfig(
         **{"attention": "gqa"} | SHAPES[options.shape],
         rms_norm_eps=1e-5,
@@ -96,11 +108,12 @@ def main() -> None:
     )
     settings = DraftSettings(unroll=options.unroll, sampled_unroll=options.sampled, loss=options.loss)
     step = Step(config, settings, device)
-    rows = [random_row(config, settings, options, seed, device).to(device) for seed in range(2)]
+    rows = [random_row(config, settings, options, seed, device).to(device) for seed in seeds]
     for _ in range(options.warmup):
         step(rows[0])
         step(rows[1])
     synchronise(device)
+    parallel.barrier()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
@@ -110,12 +123,14 @@ def main() -> None:
     seconds = (time.perf_counter() - started) / options.steps
     if options.profile:
         profile(step, rows[0])
-    print(json.dumps(report(config, options, rows, seconds, device)))
+    if parallel.rank() == 0:
+        print(json.dumps(report(config, options, rows, seconds, device)))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gpus", type=int, default=1, help="processes that train together, one row each")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--tokens", type=int, help="positions of the row (8192; 1024 for the small shape)")
     parser.add_argument("--documents", type=int, default=1, help="samples in the row")
@@ -196,13 +211,13 @@ def report(
         "benchmark": "train_step",
         **{
             name: getattr(options, name)
-            for name in ("shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")
+            for name in ("gpus", "shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")
         },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "step_seconds": round(seconds, 4),
-        "tokens_per_second": round(options.tokens / seconds),
-        "supervised_tokens_per_second": round(len(rows[0].ranks) / seconds),
+        "tokens_per_second": round(options.gpus * options.tokens / seconds),
+        "supervised_tokens_per_second": round(options.gpus * len(rows[0].ranks) / seconds),
         "tflops": round(flops / 1e12, 2),
     }
     if device.type == "cuda":
