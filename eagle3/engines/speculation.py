@@ -73,12 +73,12 @@ def speculate(
             pending = at(verified, agreed)
             for row, token_ids, count in zip(live, verified.tolist(), agreed.tolist(), strict=True):
                 if not answers[row].finished:
-                    _record(answers[row], answers[row].take(token_ids[: count + 1], stop_ids), count)
+                    taken = answers[row].take(token_ids[: count + 1], stop_ids)
+                    _record(answers[row], taken, count, ended=answers[row].token_ids[-1] in stop_ids)
 
 
-def _record(answer: Answer, taken: int, agreed: int) -> None:
+def _record(answer: Answer, taken: int, agreed: int, *, ended: bool) -> None:
     """Count a step: what the target agrees with behind an end token is no gain; the limit is our own doing."""
     answer.steps += 1
-    ended = answer.finished and len(answer.token_ids) < answer.limit
     for position in range(min(taken, agreed) if ended else agreed):
         answer.accepted[position] += 1
