@@ -183,6 +183,8 @@ def load_model(target: Target, dtype: torch.dtype) -> Any:
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(ATTENTION, grouped_attention)
+    # cuDNN's attention plans anew for every length of the cache: 114 ms a token on an H200, 0.2 ms without (measured).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     options = {"trust_remote_code": target.trust_remote_code, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(target.path, **options)
