@@ -110,6 +110,8 @@ def test_a_later_turn_is_given_its_history(engine: VllmEngine) -> None:
 
 def test_raw_answers_are_the_same_every_time(engine: VllmEngine) -> None:
     runs = [{answer.id: answer for answer in engine.generate([ask("a"), ask("b")], GREEDY)} for _ in range(2)]
+    for answers in runs:
+        assert all(answer.raw.pop("seconds") > 0 for answer in answers.values())
     assert runs[0] == runs[1]
 
 
