@@ -173,6 +173,7 @@ class _Run:
         share = settings.max_error_share
         self._errors_allowed = max(1, int(share * conversations)) if share else 0
         self._errors: list[str] = []
+        self._kinds: Counter[str] = Counter()
 
     def answer(self, engine: Engine, log: RecordLog) -> None:
         """Answer every turn, wave by wave; what the log holds is not computed again."""
@@ -232,14 +233,15 @@ class _Run:
 
     def _state(self, tokens: int, seconds: float) -> str:
         """Return what the progress line says besides answers: tokens per second, errors by kind."""
-        kinds = Counter(_kind(error.partition(": ")[2]) for error in self._errors)
-        return ", ".join([f"{tokens / seconds:,.0f} tokens/s", *(f"{n} {kind}" for kind, n in sorted(kinds.items()))])
+        kinds = (f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
+        return ", ".join([f"{tokens / seconds:,.0f} tokens/s", *kinds])
 
     def _check(self, answer: Generation) -> None:
         """Give up as soon as too many conversations have failed."""
         if answer.error is None:
             return
         self._errors.append(f"{answer.id}: {answer.error}")
+        self._kinds[_kind(answer.error)] += 1
         if len(self._errors) > self._errors_allowed:
             raise Eagle3Error(
                 "too many requests failed",

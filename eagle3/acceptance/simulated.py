@@ -55,14 +55,7 @@ def make(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trained = load_draft(draft.parent).to(device)
     reader = HiddenStateReader(hidden_states)
-    if reader.recipe.layer_ids[:-1] != trained.config.aux_layer_ids:
-        raise Eagle3Error(
-            "the draft was trained on other layers than the hidden states hold",
-            where=draft,
-            found=f"layers {', '.join(map(str, trained.config.aux_layer_ids))}",
-            expected=f"layers {', '.join(map(str, reader.recipe.layer_ids[:-1]))}",
-            remedy="run snakemake again: it trains a draft on the present hidden states",
-        )
+    _check_layers(draft, trained.config.aux_layer_ids, reader.recipe.layer_ids[:-1])
     samples, unsupervised = read_samples(evaluation)
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
     head = head_weights(load_target(target))
@@ -76,15 +69,14 @@ def make(
         BATCH_TOKENS,
     )
     figures = summarise(found.drafted, settings.drafts)
+    on_served = summarise([entry for entry in found.drafted if entry.sample in served], settings.drafts)
     write_json(
         folder / "acceptance.json",
         {
             "kind": "simulated",
             "engine": None,
             **figures,
-            "on_served_prompts": summarise(
-                [entry for entry in found.drafted if entry.sample in served], settings.drafts
-            ),
+            "on_served_prompts": on_served,
             "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
             "accuracy": found.metrics["accuracy"],
         },
@@ -95,3 +87,14 @@ def make(
         "steps": figures["steps"],
         "acceptance_length": figures["acceptance_length"],
     }
+
+
+def _check_layers(draft: Path, trained: Sequence[int], held: Sequence[int]) -> None:
+    if trained != held:
+        raise Eagle3Error(
+            "the draft was trained on other layers than the hidden states hold",
+            where=draft,
+            found=f"layers {', '.join(map(str, trained))}",
+            expected=f"layers {', '.join(map(str, held))}",
+            remedy="run snakemake again: it trains a draft on the present hidden states",
+        )

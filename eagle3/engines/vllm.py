@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from openai import AsyncOpenAI
 
 from eagle3.chat import Chat, UnrenderableError, load_chat
@@ -25,7 +24,15 @@ from eagle3.engines.client import Client, RequestFailedError, ServerLostError, a
 from eagle3.engines.completion import body_of, read_message, read_raw
 from eagle3.engines.server import scratch_folder
 from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.engines.vllm_server import MODEL, VllmServer, arguments, capture_flags, draft_flags, installed_version
+from eagle3.engines.vllm_server import (
+    MODEL,
+    VllmServer,
+    arguments,
+    capture_flags,
+    draft_flags,
+    installed_version,
+    on_gpu,
+)
 from eagle3.engines.vllm_states import take_states
 from eagle3.errors import Eagle3Error
 from eagle3.rebuild import RebuildError, rebuild
@@ -69,7 +76,7 @@ class VllmEngine:
         self._counted = counters.Counts(0, ())
         if machine.base_url is None:
             self._arguments = arguments(settings, target)
-            if not torch.cuda.is_available():
+            if not on_gpu():
                 self.sampling_fault = SAMPLING_FAULT_OF_CPUS
             self.versions = {"vllm": installed_version(), "vllm_arguments": " ".join(self._arguments)}
         else:

@@ -161,11 +161,16 @@ def installed_version() -> str:
     )
 
 
-def arguments(settings: EngineSettings, target: Target) -> list[str]:
-    """Return the arguments that bear on vLLM's answers, whatever it is used for."""
+def on_gpu() -> bool:
+    """Whether a managed vLLM runs on GPUs."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cuda.is_available()
+
+
+def arguments(settings: EngineSettings, target: Target) -> list[str]:
+    """Return the arguments that bear on vLLM's answers, whatever it is used for."""
+    device = "cuda" if on_gpu() else "cpu"
     trust = ["--trust-remote-code"] if target.trust_remote_code else []
     return [
         *("--dtype", compute_dtype(settings.dtype, target, device)),
@@ -176,9 +181,7 @@ def arguments(settings: EngineSettings, target: Target) -> list[str]:
 
 
 def _memory_and_speed(machine: MachineSettings) -> list[str]:
-    import torch
-
-    cache = [] if torch.cuda.is_available() else _CPU_CACHE
+    cache = [] if on_gpu() else _CPU_CACHE
     return [*cache, "--tensor-parallel-size", str(max(1, machine.gpus))]
 
 

@@ -63,20 +63,11 @@ def make(
     Raises:
         Eagle3Error: an input is missing or damaged.
     """
-    log = _read_log(training_log)
     measured = _measured([read_json(path) for path in acceptance])
     samples = [read_json(path) for path in samples_stats]
     vocabulary = read_json(vocabulary_stats)
     prompts, dataset = read_json(prompts_stats), read_json(dataset_stats)
-    with mpl.rc_context(figures.STYLE):
-        drawn = {
-            "training": _training(log),
-            **_acceptance(measured),
-            **_samples(samples, dataset),
-            "coverage": figures.coverage(vocabulary["size"], vocabulary["coverage"], vocabulary["sources"]),
-        }
-        for name in FIGURES:
-            figures.save(drawn[name], folder / f"{name}.svg")
+    _draw(_read_log(training_log), measured, samples, dataset, vocabulary, folder)
     sections = {
         "Draft": _draft_rows(measured),
         "Training": _training_rows(read_json(draft_metrics)),
@@ -96,6 +87,25 @@ def _measured(acceptance: Sequence[Record]) -> dict[str, Record]:
     if sampled := measured.get("served", {}).get("sampled"):
         measured["sampled"] = sampled
     return measured
+
+
+def _draw(
+    log: Sequence[Record],
+    measured: Mapping[str, Record],
+    samples: Sequence[Record],
+    dataset: Record,
+    vocabulary: Record,
+    folder: Path,
+) -> None:
+    with mpl.rc_context(figures.STYLE):
+        drawn = {
+            "training": _training(log),
+            **_acceptance(measured),
+            **_samples(samples, dataset),
+            "coverage": figures.coverage(vocabulary["size"], vocabulary["coverage"], vocabulary["sources"]),
+        }
+        for name in FIGURES:
+            figures.save(drawn[name], folder / f"{name}.svg")
 
 
 def _read_log(path: Path) -> list[Record]:
