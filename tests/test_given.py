@@ -31,12 +31,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<|\0"), min_siz
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose template opens reasoning in the prompt and blanks it in history."""
     folder = tmp_path_factory.mktemp("target")
-    tokenizer = targets.make_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
-    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
-    write_json(folder / "target.json", pin)
-    return folder / "target.json"
+    return targets.pin_tokenizer(folder, targets.make_tokenizer())
 
 
 @pytest.fixture(scope="module")

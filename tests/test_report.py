@@ -24,7 +24,7 @@ from eagle3.dataset import make as make_dataset
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import write_json, write_records
 from eagle3.target import load_target
-from tests.engines.targets import make_tokenizer
+from tests.engines.targets import make_tokenizer, pin_tokenizer
 
 SOURCES = ("chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation")
 CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"
@@ -139,12 +139,7 @@ def samples_stats(rejects: dict[str, int]) -> dict[str, Any]:
 
 
 def write_target(files: Path) -> Path:
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(files / "model")
-    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
-    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
-    write_json(files / "target.json", pin)
-    return files / "target.json"
+    return pin_tokenizer(files, make_tokenizer())
 
 
 def write_train(files: Path) -> Path:

@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 
 from eagle3 import samples
 from eagle3.chat import Chat, load_chat
-from eagle3.files.records import Record, read_json, read_records, write_json, write_records
+from eagle3.files.records import Record, read_json, read_records, write_records
 from eagle3.samples import SamplesSettings
 from eagle3.target import load_target
+from tests.engines.targets import pin_tokenizer
 
 IM_START, IM_END = 1, 2
 
@@ -24,11 +25,7 @@ def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template += "{% if thinking %}<think>{{ '' if true else '</think>' }}{% endif %}"
-    tokenizer.save_pretrained(folder / "model")
-    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [IM_END]}
-    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
-    write_json(folder / "target.json", pin)
-    return folder / "target.json"
+    return pin_tokenizer(folder, tokenizer)
 
 
 @pytest.fixture(scope="module")

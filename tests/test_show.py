@@ -8,21 +8,16 @@ import pytest
 
 from eagle3.chat import load_chat
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import write_json, write_records
+from eagle3.files.records import write_records
 from eagle3.show import show_records
 from eagle3.target import load_target
-from tests.engines.targets import make_tokenizer
+from tests.engines.targets import make_tokenizer, pin_tokenizer
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Return the folder of a run with a target, two samples and a reject."""
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "target" / "model")
-    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
-    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
-    write_json(tmp_path / "target" / "target.json", pin)
-    chat = load_chat(load_target(tmp_path / "target" / "target.json"))
+    chat = load_chat(load_target(pin_tokenizer(tmp_path / "target", make_tokenizer())))
     prompt = chat.render([{"role": "user", "content": "How many baskets?"}])
     samples = []
     for number, content in enumerate(("Seven", "Eight")):

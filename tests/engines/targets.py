@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from eagle3.files.records import write_json
 from eagle3.target import Target
 
 # Kimi's names, so that vLLM's own parsers for Kimi read what these targets write.
@@ -82,6 +83,15 @@ def save_target(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     path.write_text(json.dumps(values))
     eos = [tokenizer.eos_token_id]
     return Target(path=folder, revision="test", config=values | {"eagle3_eos_token_ids": eos}, trust_remote_code=False)
+
+
+def pin_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Pin a target that is a tokenizer and nothing else, for stages that read no weights; return its target.json."""
+    tokenizer.save_pretrained(folder / "model")
+    config = {"vocab_size": len(tokenizer), "eagle3_eos_token_ids": [tokenizer.eos_token_id]}
+    pin = {"path": "model", "revision": "x", "config": config, "trust_remote_code": False}
+    write_json(folder / "target.json", pin)
+    return folder / "target.json"
 
 
 def make_llama(folder: Path) -> Target:
