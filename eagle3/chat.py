@@ -144,6 +144,12 @@ class Chat:
             message["reasoning"] = self._decode(reasoning)
         return message
 
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside reasoning: the last of its marks opens some."""
+        if self.reasoning_ids is None:
+            return False
+        return next((id == self.reasoning_ids[0] for id in reversed(prompt_ids) if id in self.reasoning_ids), False)
+
     def split_reasoning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[list[int] | None, list[int]]:
@@ -158,7 +164,7 @@ class Chat:
         if self.reasoning_ids is None:
             return None, ids
         opening, closing = self.reasoning_ids
-        begun = next((id == opening for id in reversed(prompt_ids) if id in self.reasoning_ids), False)
+        begun = self.opens_reasoning(prompt_ids)
         if ids and ids[0] == opening:
             begun, ids = True, ids[1:]
         if not begun:

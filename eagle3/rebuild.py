@@ -65,7 +65,7 @@ def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterat
         yield reasoning
         return
     opening, closing = chat.reasoning_ids
-    begun = next((id == opening for id in reversed(prompt_ids) if id in chat.reasoning_ids), False)
+    begun = chat.opens_reasoning(prompt_ids)
     if not begun and not reasoning:
         yield []
         return

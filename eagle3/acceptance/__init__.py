@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice
 from typing import Any
 
 from pydantic import Field
 
 from eagle3.files.hashing import hash_of
-from eagle3.files.records import Record
+from eagle3.files.records import Record, in_turn
 from eagle3.settings import Settings
 
 
@@ -54,8 +54,7 @@ def choose(samples: Iterable[Record], count: int) -> list[Record]:
     for sample in samples:
         by_source.setdefault(sample["source"], []).append(sample)
     columns = [sorted(by_source[source], key=lambda sample: hash_of(sample["id"])) for source in sorted(by_source)]
-    in_turn = [sample for layer in zip_longest(*columns) for sample in layer if sample is not None]
-    return in_turn[:count]
+    return list(islice(in_turn(columns), count))
 
 
 def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:

@@ -70,11 +70,10 @@ def make_plan(store: Store, arguments: Sequence[str]) -> Plan:
     Raises:
         Eagle3Error: Snakemake cannot build the workflow; quotes its last lines.
     """
-    commands = _commands(arguments)
     made: dict[Path, Manifest | None] = {}
     rows = {stage: Row(stage) for stage in STAGES}
     waiting = _commands(arguments)
-    commands = []
+    commands: list[Command] = []
     while waiting:
         pending = {command.output for command in waiting}
         ready = [command for command in waiting if not any(pending & set(file.parents) for file in _files(command))]

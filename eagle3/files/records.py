@@ -6,7 +6,8 @@ The bytes of a file depend on its records alone, so that equal content has an eq
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -104,6 +105,12 @@ def write_json(path: Path, value: object) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def in_turn(groups: Sequence[Sequence[Record]]) -> Iterator[Record]:
+    """Yield one record of every group, then the next of every group, until none is left."""
+    for layer in zip_longest(*groups):
+        yield from (record for record in layer if record is not None)
 
 
 def read_json(path: Path) -> Any:

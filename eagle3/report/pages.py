@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eagle3.files.records import Record, read_records
+from eagle3.files.records import Record, in_turn, read_records
 from eagle3.roles import ROLES, Roles
 
 Rows = Mapping[str, Any]
@@ -125,8 +125,7 @@ def _pick(train: Path) -> list[Record]:
     for record in islice(read_records(train), _LOOKED_AT):
         if len(waiting[record["source"]]) < _SHOWN:
             waiting[record["source"]].append(record)
-    turns = (found[place] for place in range(_SHOWN) for _, found in sorted(waiting.items()) if place < len(found))
-    return list(islice(turns, _SHOWN))
+    return list(islice(in_turn([found for _, found in sorted(waiting.items())]), _SHOWN))
 
 
 def _segment(role: str, generated: bool, text: str) -> str:
