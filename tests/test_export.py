@@ -89,7 +89,7 @@ def test_config_comes_from_the_targets_own(llama: Target, tmp_path: Path) -> Non
     assert (config["vocab_size"], config["draft_vocab_size"]) == (llama.vocab_size, 120)
     assert config["eos_token_id"] == llama.config["eos_token_id"]
     assert config["tie_word_embeddings"] is False
-    assert (config["norm_before_residual"], config["fc_norm"], config["norm_output"]) == (False, False, False)
+    assert (config["norm_before_residual"], config["fc_norm"], config["norm_output"]) == (False, True, True)
     assert config["num_aux_hidden_states"] == 3
 
 
@@ -106,7 +106,7 @@ def test_yarn_is_the_targets_in_both_forms(deepseek: Target, attention: str) -> 
     assert config["max_position_embeddings"] == 262144
 
 
-FLAGS = [{}, {"fc_norm": True}, {"norm_output": True}, {"norm_before_residual": True}]
+FLAGS = [{}, {"fc_norm": False}, {"norm_output": False}, {"norm_before_residual": True}]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: next(iter(flags), "none"))
@@ -135,7 +135,7 @@ def test_every_kind_of_draft_is_read_back_alike(
     "change",
     [
         {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        {"norm_output": True},
+        {"norm_output": False},
         {"norm_before_residual": True},
         {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16},
         {"rms_norm_eps": 1e-1},

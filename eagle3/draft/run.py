@@ -91,7 +91,7 @@ class Run:
         self.settings, self.machine, self.folder, self.device = settings, machine, folder, device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.draft = draft.to(device)
-        self.optimizer = Optimizer(self.draft.parameters(), settings)
+        self.optimizer = Optimizer(self.draft.named_parameters(), settings)
         self.embedding = head.embedding.to(device, dtype)
         self.teacher = Teacher.of(head, draft.target_ids, device, dtype)
         decay = settings.decay if settings.sampled_unroll else None

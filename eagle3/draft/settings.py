@@ -19,9 +19,9 @@ class DraftSettings(Settings):
     num_attention_heads: int | None = Field(default=None, ge=1)
     """null takes the target's; likewise the number of key-value heads."""
     num_key_value_heads: int | None = Field(default=None, ge=1)
-    fc_norm: bool = False
+    fc_norm: bool = True
     """EAGLE-3.1: one RMSNorm per auxiliary state before `fc`."""
-    norm_output: bool = False
+    norm_output: bool = True
     """EAGLE-3.1: feed the normed output to the next step."""
     norm_before_residual: bool = False
     """Portable drafts keep this off: SGLang does not know it."""
@@ -52,7 +52,10 @@ class DraftSettings(Settings):
     """Tokens of one packed row; longer samples get a row of their own."""
     accumulate: int = Field(default=1, ge=1)
     """Rows per optimiser step (over all GPUs)."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """`muon`: Muon (arXiv 2502.16982) for the matrices of the layer and `fc`, AdamW for lm_head and the norms;
+    `adamw`: AdamW for all."""
+    learning_rate: float = Field(default=1e-3, gt=0)
     warmup: float = Field(default=0.015, ge=0, lt=1)
     """Share of the steps with a rising learning rate; then cosine to 0."""
     weight_decay: float = Field(default=0.0, ge=0)

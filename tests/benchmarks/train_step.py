@@ -163,7 +163,7 @@ class Step:
             self.draft = Draft(config, chosen - torch.arange(len(chosen), device="cpu"), t2d).to(device)
         self.teacher = Teacher.of(head, chosen, device, self.dtype)
         self.embedding = head.embedding
-        self.optimizer = Optimizer(self.draft.parameters(), settings)
+        self.optimizer = Optimizer(self.draft.named_parameters(), settings)
         self.objective = Objective.of(settings, sampled=settings.sampled_unroll)
 
     def __call__(self, row: Row) -> None:

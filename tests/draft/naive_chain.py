@@ -100,11 +100,15 @@ class NaiveChain:
         output = self.norm(stream, "norm")
         return output if config.norm_output else stream, w["lm_head.weight"] @ output
 
-    def chain(self, tokens: list[int], aux: Tensor, root: int, steps: int) -> list[Tensor]:
-        """Logits of `steps` drafts from `root`, fed with the true tokens."""
+    def features(self, aux: Tensor) -> Tensor:
+        """What the first step reads of auxiliary states [positions, A, H]: [positions, H]."""
         if self.config.fc_norm:
             aux = torch.stack([self.norm(aux[:, i], f"fc_norm.{i}") for i in range(aux.shape[1])], 1)
-        features = aux.flatten(1) @ self.weights["fc.weight"].T
+        return aux.flatten(1) @ self.weights["fc.weight"].T
+
+    def chain(self, tokens: list[int], aux: Tensor, root: int, steps: int) -> list[Tensor]:
+        """Logits of `steps` drafts from `root`, fed with the true tokens."""
+        features = self.features(aux)
         cache: list[tuple[Tensor, Tensor]] = []
         for p in range(root + 1):
             feature, logits = self.step(tokens[p + 1], features[p], p, cache)

@@ -1,53 +1,67 @@
-"""Clipping and skipping, by torch's fused kernel and where that knows neither."""
+"""The optimisers against torch's own: clipping, skipping, and where the kernel knows neither."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eagle3.draft import optimizer
+from eagle3.draft.muon import MOMENTUM, orthogonal
 from eagle3.draft.optimizer import Optimizer
 from eagle3.draft.settings import DraftSettings
 
-SETTINGS = DraftSettings(max_grad_norm=0.5, weight_decay=0.1)
+RATE, DECAY = 0.01, 0.1
+SHAPES = {"fc.weight": (24, 40), "down.weight": (40, 24), "lm_head.weight": (30, 24), "norm.weight": (24,)}
 
 
-def trained(gradients: list[float]) -> Sequence[Tensor]:
-    """A matrix and a norm after steps whose gradients are noise times the factors."""
+def parameters(generator: torch.Generator) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def trained(kind: Literal["muon", "adamw"], gradients: list[float]) -> dict[str, nn.Parameter]:
+    """Weights after steps whose gradients are noise times the factors."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (4,))]
-    found = Optimizer(parameters, SETTINGS)
+    weights = parameters(generator)
+    found = Optimizer(weights.items(), DraftSettings(optimizer=kind, max_grad_norm=0.5, weight_decay=DECAY))
     for factor in gradients:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad += factor * torch.randn(parameter.shape, generator=generator)
-        found.step(0.01)
-    return parameters
+        for weight in weights.values():
+            assert weight.grad is not None
+            weight.grad += factor * torch.randn(weight.shape, generator=generator)
+        found.step(RATE)
+    return weights
 
 
-def expected(gradients: list[float]) -> Sequence[Tensor]:
-    """The same by torch's plain AdamW and clipping."""
+def expected(kind: str, gradients: list[float]) -> dict[str, nn.Parameter]:
+    """The same by torch's plain optimisers and clipping."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (4,))]
-    groups = [{"params": [p], "weight_decay": d} for p, d in zip(parameters, (0.1, 0.0), strict=True)]
-    plain = torch.optim.AdamW(groups, lr=0.01, betas=optimizer.BETAS)
+    weights = parameters(generator)
+    by_muon = [w for name, w in weights.items() if kind == "muon" and w.dim() == 2 and name != "lm_head.weight"]
+    others = [w for w in weights.values() if not any(w is other for other in by_muon)]
+    groups = [{"params": [w], "weight_decay": DECAY if w.dim() == 2 else 0.0} for w in others]
+    plain: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=RATE, betas=optimizer.BETAS)]
+    if by_muon:
+        muon = torch.optim.Muon(by_muon, lr=RATE, weight_decay=DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        plain.append(muon)
     for factor in gradients:
-        for parameter in parameters:
-            parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
-        norm: Any = nn.utils.clip_grad_norm_(parameters, SETTINGS.max_grad_norm)
+        for weight in weights.values():
+            weight.grad = factor * torch.randn(weight.shape, generator=generator)
+        norm: Any = nn.utils.clip_grad_norm_(weights.values(), 0.5)
         if norm.isfinite():
-            plain.step()
-    return parameters
+            for part in plain:
+                part.step()
+    return weights
 
 
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize("kernel_scales", [True, False])
 def test_long_gradients_are_clipped_and_spoiled_ones_skipped(
-    kernel_scales: bool, monkeypatch: pytest.MonkeyPatch
+    kind: Literal["muon", "adamw"], kernel_scales: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gradients = [0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
+    reference = expected(kind, gradients)
     if not kernel_scales:
         monkeypatch.setattr(optimizer, "IGNORES_SCALE", frozenset({"cpu"}))
         step = torch.optim.AdamW.step
@@ -58,6 +72,22 @@ def test_long_gradients_are_clipped_and_spoiled_ones_skipped(
             return step(self, closure)
 
         monkeypatch.setattr(torch.optim.AdamW, "step", as_on_apple)
-    gradients = [0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
-    for ours, theirs in zip(trained(gradients), expected(gradients), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for name, ours in trained(kind, gradients).items():
+        # torch orthogonalises in bfloat16; a step of Muon moves a weight by about 0.2 RATE.
+        slack = 3e-2 * 0.2 * RATE * len(gradients) if kind == "muon" and "norm" not in name else 1e-6
+        torch.testing.assert_close(ours, reference[name], atol=slack, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
+def test_orthogonal_keeps_singular_vectors_and_brings_the_values_near_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = u.mT @ orthogonal(1e4 * matrix) @ v.mT
+    torch.testing.assert_close(found, found.diagonal().diag(), atol=1e-6, rtol=0)
+    large = values > 0.05 * values.max()
+    assert found.diagonal()[large].min() > 0.6
+    assert found.diagonal().max() < 1.3
+
+
+def test_nothing_comes_of_a_gradient_of_zero() -> None:
+    assert not orthogonal(torch.zeros(4, 6)).any()

@@ -64,7 +64,7 @@ def serve(chain: NaiveChain, tokens: list[int], aux: torch.Tensor, span: tuple[i
     The drafts are fed with themselves. The target's answer is known, so verifying is comparing.
     """
     start, end = span
-    features = aux.flatten(1) @ chain.weights["fc.weight"].T
+    features = chain.features(aux)
     ids = (chain.weights["d2t"] + torch.arange(len(chain.weights["d2t"]))).tolist()
     committed, steps = start + 1, []
     while committed < end:

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "epochs": 6,
     "batch_tokens": 96,
     "accumulate": 2,
-    "learning_rate": 3e-3,
+    "learning_rate": 1e-2,
     "checkpoint_every": 5,
     "evaluate_every": 7,
     "log_every": 2,

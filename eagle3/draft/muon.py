@@ -1,0 +1,79 @@
+"""Muon for the matrices of a draft: every step has all its singular values near 1.
+
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024; scaled to AdamW's usual step as in
+"Muon is scalable for LLM training" (arXiv 2502.16982), so that both take one learning rate. torch.optim.Muon computes
+the same, but can neither skip a step without asking the GPU first nor share the work among ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.draft import parallel
+from eagle3.draft.shards import Shards
+
+MOMENTUM = 0.95
+# Newton-Schulz iteration of fifth order; these coefficients trade exactness for speed near zero.
+A, B, C = 3.4445, -4.7750, 2.0315
+ITERATIONS = 5
+# Root mean square of AdamW's typical step, by its learning rate.
+STEP = 0.2
+
+
+class Muon:
+    """Matrices are dealt to ranks whole: orthogonalising needs all of one."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
+        self.weight_decay = weight_decay
+        loads = [0] * parallel.world()
+        starts = {}
+        # The largest first, each to the rank that has the least: shares come out nearly equal.
+        for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].numel(), i)):
+            rank = loads.index(min(loads))
+            starts[index] = rank, loads[rank]
+            loads[rank] += parameters[index].numel()
+        share = max(loads)
+        self.shards = Shards(parameters, [starts[i][0] * share + starts[i][1] for i in range(len(parameters))], share)
+        self.momentum = torch.zeros_like(self.shards.shard)
+        self.owned = [
+            (slice(starts[i][1], starts[i][1] + matrix.numel()), matrix.shape)
+            for i, matrix in enumerate(parameters)
+            if starts[i][0] == parallel.rank()
+        ]
+
+    def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
+        """Step with the gradients divided by `scale`; where `skipped` is 1, change nothing."""
+        for place, shape in self.owned:
+            matrix, gradient, momentum = (
+                flat[place].view(shape) for flat in (self.shards.masters, self.shards.shard, self.momentum)
+            )
+            # The momentum in the gradient's place leaves the momentum as it is.
+            gradient = torch.where(skipped.bool(), momentum, gradient / scale)
+            momentum.lerp_(gradient, 1 - MOMENTUM)
+            direction = orthogonal(gradient.lerp(momentum, MOMENTUM))
+            taken = (1 - skipped) * rate
+            matrix.mul_(1 - taken * self.weight_decay)
+            matrix.sub_(direction * (taken * (STEP * math.sqrt(max(shape)))))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the momenta of all matrices, on every rank."""
+        return {"momentum": self.shards.collect(self.momentum)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` returned, on any number of ranks."""
+        self.momentum.copy_(self.shards.deal(state["momentum"]))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return [m, n] with all singular values brought near 1 (about 0.7 to 1.2), singular vectors kept."""
+    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    wide = x if len(x) <= x.shape[1] else x.mT
+    wide = wide / wide.norm().clamp_min(1e-7)
+    for _ in range(ITERATIONS):
+        gram = wide @ wide.mT
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=B, alpha=C), wide, beta=A)
+    return (wide if len(x) <= x.shape[1] else wide.mT).to(matrix.dtype)
