@@ -4,6 +4,7 @@
     python tests/benchmarks/train_step.py --device cuda --shape llama8b     # as large as a draft for Llama-3.1-8B
     python tests/benchmarks/train_step.py --device cuda --shape kimi --supervised 0.5 --sampled
     python tests/benchmarks/train_step.py --device cuda --shape llama8b --gpus 2
+    python tests/benchmarks/train_step.py --device cuda --shape llama8b --float8
 
 Random data. Prints one JSON line: tokens/s counts the row's positions, supervised or not.
 """
@@ -106,7 +107,9 @@ def measure(options: argparse.Namespace) -> None:
         norm_output=False,
         norm_before_residual=False,
     )
-    settings = DraftSettings(unroll=options.unroll, sampled_unroll=options.sampled, loss=options.loss)
+    settings = DraftSettings(
+        unroll=options.unroll, sampled_unroll=options.sampled, loss=options.loss, float8=options.float8
+    )
     step = Step(config, settings, device)
     rows = [random_row(config, settings, options, seed, device).to(device) for seed in seeds]
     for _ in range(options.warmup):
@@ -138,6 +141,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unroll", type=int, default=7)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--loss", default="kl")
+    parser.add_argument("--float8", action="store_true", help="products of the layer in float8")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="print where the time goes, to stderr")
@@ -164,10 +168,11 @@ class Step:
         self.teacher = Teacher.of(head, chosen, device, self.dtype)
         self.embedding = head.embedding
         self.optimizer = Optimizer(self.draft.parameters(), settings)
+        self.float8 = settings.float8
         self.objective = Objective.of(settings, sampled=settings.sampled_unroll)
 
     def __call__(self, row: Row) -> None:
-        weights = prepare(self.draft, self.dtype)
+        weights = prepare(self.draft, self.dtype, float8=self.float8)
         hidden = unroll(weights, row, self.embedding)
         totals = [len(row.ranks)] * len(self.objective.step_weights)
         outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
@@ -211,7 +216,7 @@ def report(
         "benchmark": "train_step",
         **{
             name: getattr(options, name)
-            for name in ("gpus", "shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")
+            for name in ("gpus", "shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss", "float8")
         },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "torch": torch.__version__,
