@@ -38,6 +38,9 @@ class GroupedProjections(NamedTuple):
         kv = Weight.of(dtype, attention.k_proj.weight, attention.v_proj.weight)
         return cls(q.halves(), kv.halves(), config.head_dim, softmax_scale(config))
 
+    def in_float8(self) -> GroupedProjections:
+        return self._replace(q=_both_in_float8(self.q), kv=_both_in_float8(self.kv))
+
     def queries(self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, None]:
         """[n, Hq*d], [n, H] -> rotated queries [n, Hq, d]."""
         heads = add_linear(entered, feature, self.q[1]).unflatten(1, (-1, self.head_dim))
@@ -96,6 +99,14 @@ class LatentProjections(NamedTuple):
             scale=softmax_scale(config),
         )
 
+    def in_float8(self) -> LatentProjections:
+        return self._replace(
+            q=_both_in_float8(self.q),
+            q_b=self.q_b.in_float8(),
+            kv=_both_in_float8(self.kv),
+            kv_b=self.kv_b.in_float8(),
+        )
+
     def queries(self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """[n, q_lora_rank], [n, H] -> queries [n, Hq, nope+rope], their last part rotated."""
         latent = add_linear(entered, feature, self.q[1])
@@ -138,6 +149,10 @@ class LatentProjections(NamedTuple):
     def _split(self, compressed: Tensor) -> tuple[Tensor, Tensor]:
         rank = len(self.kv_norm.value)
         return compressed[:, :rank], compressed[:, rank:]
+
+
+def _both_in_float8(halves: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
+    return halves[0].in_float8(), halves[1].in_float8()
 
 
 Projections = GroupedProjections | LatentProjections

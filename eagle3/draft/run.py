@@ -168,7 +168,7 @@ class Run:
 
     def _accumulate(self, row: Row, totals: Sequence[int]) -> None:
         """Add one row's gradients."""
-        weights = prepare(self.draft, self.embedding.dtype)
+        weights = prepare(self.draft, self.embedding.dtype, float8=self.settings.float8)
         hidden = unroll(weights, row, self.embedding)
         outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
         hidden.backward(outcome.gradient)

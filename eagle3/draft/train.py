@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from eagle3.artifacts.manifest import sha256
 from eagle3.draft import parallel
 from eagle3.draft.config import draft_config
+from eagle3.draft.float8 import require_float8
 from eagle3.draft.model import Draft
 from eagle3.draft.run import Run
 from eagle3.draft.samples import data_digest, read_samples
@@ -48,7 +49,8 @@ def make(
         counts for the summary.
 
     Raises:
-        Eagle3Error: inputs do not fit each other; a changed recipe; gradients that stay non-finite.
+        Eagle3Error: inputs do not fit each other; a changed recipe; gradients that stay non-finite;
+            `float8` on a device without it.
     """
     work = functools.partial(
         _train, settings, machine, target, train, evaluation, vocabulary, list(hidden_states), folder
@@ -72,6 +74,9 @@ def _train(
     folder: Path,
 ) -> None:
     torch.set_num_threads(machine.threads)
+    device = choose_device(machine)
+    if settings.float8:
+        require_float8(device)
     pinned = load_target(target)
     reader = HiddenStateReader(hidden_states)
     tensors = load_file(vocabulary)
@@ -88,7 +93,6 @@ def _train(
     draft = Draft(config, tensors["d2t"], tensors["t2d"])
     head = head_weights(pinned)
     start(draft, settings, pinned, head)
-    device = choose_device(machine)
     run = Run(
         settings, draft, head, samples, held_out, reader, machine=machine, folder=folder, recipe=recipe, device=device
     )

@@ -38,6 +38,7 @@ from eagle3.draft.rope import rotary
 from eagle3.draft.rows import Row
 from eagle3.draft.weights import (
     Weight,
+    input_backward,
     linear,
     linear_backward,
     norm,
@@ -71,12 +72,20 @@ class Weights(NamedTuple):
     """[Vd, H]"""
 
 
-def prepare(draft: Draft, dtype: torch.dtype) -> Weights:
-    """Cast and merge the weights, once per pass: every step of the unroll reads the same ones."""
+def prepare(draft: Draft, dtype: torch.dtype, *, float8: bool = False) -> Weights:
+    """Cast and merge the weights, once per pass: every step of the unroll reads the same ones.
+
+    Args:
+        draft: the float32 masters.
+        dtype: what the pass computes in.
+        float8: compute the products of `fc` and the layer in float8 (`eagle3.draft.float8`). lm_head stays in
+            `dtype`: errors of the logits enter the loss directly, and their gradients, tiny but for a few tokens of
+            the vocabulary, do not fit float8's range.
+    """
     layer = cast(Layer, draft.layers[0])
     fc_norm = cast(Iterable[Norm], draft.fc_norm) if draft.config.fc_norm else ()
     projections = LatentProjections if draft.config.latent else GroupedProjections
-    return Weights(
+    weights = Weights(
         config=draft.config,
         anchor=draft.fc.weight,
         fc=Weight.of(dtype, draft.fc.weight),
@@ -90,6 +99,15 @@ def prepare(draft: Draft, dtype: torch.dtype) -> Weights:
         down=Weight.of(dtype, layer.mlp.down_proj.weight),
         norm=Weight.of(dtype, draft.norm.weight),
         lm_head=Weight.of(dtype, draft.lm_head.weight),
+    )
+    if not float8:
+        return weights
+    return weights._replace(
+        fc=weights.fc.in_float8(),
+        projections=weights.projections.in_float8(),
+        output=weights.output.in_float8(),
+        gate_up=weights.gate_up.in_float8(),
+        down=weights.down.in_float8(),
     )
 
 
@@ -254,7 +272,7 @@ class _Pass:
 
     def _mlp_backward(self, d_result: Tensor, step: _Step) -> Tensor:
         w = self.weights
-        activated, d_gate_up = swiglu_backward(d_result @ w.down.value, step.gate_up)
+        activated, d_gate_up = swiglu_backward(input_backward(d_result, w.down), step.gate_up)
         weight_backward(d_result, activated, w.down)
         d_normed = linear_backward(d_gate_up, norm(step.middle, w.post_norm, self.eps), w.gate_up)
         return norm_backward(d_normed, step.middle, w.post_norm, self.eps, d_result)
@@ -284,7 +302,7 @@ class _Pass:
 
     def aux_backward(self, d_context: Tensor) -> Tensor:
         """Gradient of g_{-1} [C, H] -> of the auxiliary states [C, A, H]."""
-        d_mixed = d_context @ self.weights.fc.value
+        d_mixed = input_backward(d_context, self.weights.fc)
         if not self.weights.fc_norm:
             return d_mixed.view_as(self.aux)
         parts = zip(d_mixed.view_as(self.aux).unbind(1), self.aux.unbind(1), self.weights.fc_norm, strict=True)

@@ -1,7 +1,7 @@
 """Weights of one pass, and the operations on them together with their gradients.
 
-A pass computes in bfloat16 on a GPU; gradients are added up in float32, product by product, straight into the
-parameters' `.grad`: no gradient of a weight exists in bfloat16, and none is copied.
+A pass computes in bfloat16 on a GPU, or some of its products in float8. Gradients are added up in float32, product by
+product, straight into the parameters' `.grad`: no gradient of a weight exists in bfloat16, and none is copied.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eagle3.draft.accelerate import kernel_on_gpu
+from eagle3.draft.float8 import Float8, product
 
 
 class Weight(NamedTuple):
@@ -22,6 +23,8 @@ class Weight(NamedTuple):
     """[out, in], or [H] of a norm"""
     gradients: tuple[Tensor, ...]
     """where the gradients of its rows are added up; empty without grad mode"""
+    float8: Float8 | None = None
+    """what the products with x and its gradient read in place of `value`"""
 
     @classmethod
     def of(cls, dtype: torch.dtype, *parameters: Tensor) -> Weight:
@@ -41,6 +44,10 @@ class Weight(NamedTuple):
         first, second = (Weight(value, tuple(g[i] for g in gradients)) for i, value in enumerate(values))
         return first, second
 
+    def in_float8(self) -> Weight:
+        """Let the products with x and its gradient run in float8, if the shape allows."""
+        return self._replace(float8=Float8.of(self.value))
+
 
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
@@ -50,18 +57,28 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, plus: Tensor | None = None) -> Tensor:
     """[n, in] -> [n, out], plus a tensor of that shape."""
+    if weight.float8 is not None:
+        out = product(x, weight.float8.rows)
+        return out if plus is None else out.add_(plus)
     return functional.linear(x, weight.value) if plus is None else torch.addmm(plus, x, weight.value.mT)
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
     """Add [n, in] -> [n, out] to a tensor of that shape, in place."""
+    if weight.float8 is not None:
+        return total.add_(product(x, weight.float8.rows))
     return total.addmm_(x, weight.value.mT)
 
 
 def linear_backward(d_out: Tensor, x: Tensor, weight: Weight) -> Tensor:
     """Add up the weight's gradient; return that of x."""
     weight_backward(d_out, x, weight)
-    return d_out @ weight.value
+    return input_backward(d_out, weight)
+
+
+def input_backward(d_out: Tensor, weight: Weight) -> Tensor:
+    """Gradient of the output [n, out] -> of x [n, in]."""
+    return d_out @ weight.value if weight.float8 is None else product(d_out, weight.float8.columns)
 
 
 def weight_backward(d_out: Tensor, x: Tensor, weight: Weight) -> None:

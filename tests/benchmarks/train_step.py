@@ -4,6 +4,7 @@
     python tests/benchmarks/train_step.py --device cuda --shape llama8b     # as large as a draft for Llama-3.1-8B
     python tests/benchmarks/train_step.py --device cuda --shape kimi --supervised 0.5 --sampled
     python tests/benchmarks/train_step.py --device cuda --shape llama8b --gpus 2
+    python tests/benchmarks/train_step.py --device cuda --shape llama8b --float8
 
 Random data. Prints one JSON line: tokens/s counts the row's positions, supervised or not.
 """
@@ -81,6 +82,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # Dense bf16 peak of an H200 (and H100 SXM), for the share of it that is reached.
 PEAK = 989e12
+# Options that say nothing of what is measured.
+UNREPORTED = {"device", "warmup", "steps", "profile"}
 
 
 def main() -> None:
@@ -106,7 +109,13 @@ def measure(options: argparse.Namespace) -> None:
         norm_output=False,
         norm_before_residual=False,
     )
-    settings = DraftSettings(unroll=options.unroll, sampled_unroll=options.sampled, loss=options.loss)
+    settings = DraftSettings(
+        unroll=options.unroll,
+        sampled_unroll=options.sampled,
+        loss=options.loss,
+        float8=options.float8,
+        optimizer=options.optimizer,
+    )
     step = Step(config, settings, device)
     rows = [random_row(config, settings, options, seed, device).to(device) for seed in seeds]
     for _ in range(options.warmup):
@@ -138,6 +147,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unroll", type=int, default=7)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--loss", default="kl")
+    parser.add_argument("--float8", action="store_true", help="products of the layer in float8")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, as in the figures of others, or muon")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="print where the time goes, to stderr")
@@ -164,10 +175,11 @@ class Step:
         self.teacher = Teacher.of(head, chosen, device, self.dtype)
         self.embedding = head.embedding
         self.optimizer = Optimizer(self.draft.named_parameters(), settings)
+        self.float8 = settings.float8
         self.objective = Objective.of(settings, sampled=settings.sampled_unroll)
 
     def __call__(self, row: Row) -> None:
-        weights = prepare(self.draft, self.dtype)
+        weights = prepare(self.draft, self.dtype, float8=self.float8)
         hidden = unroll(weights, row, self.embedding)
         totals = [len(row.ranks)] * len(self.objective.step_weights)
         outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
@@ -209,10 +221,7 @@ def report(
     flops = sum(training_flops(config, row) for row in rows) / len(rows) / seconds
     result: dict[str, Any] = {
         "benchmark": "train_step",
-        **{
-            name: getattr(options, name)
-            for name in ("gpus", "shape", "tokens", "documents", "supervised", "unroll", "sampled", "loss")
-        },
+        **{name: value for name, value in vars(options).items() if name not in UNREPORTED},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "step_seconds": round(seconds, 4),

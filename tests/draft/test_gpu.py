@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.config import DraftConfig, LatentShape
+from eagle3.draft.float8 import Scaled, product, quantise
 from eagle3.draft.model import Draft
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.rows import Row, build_row
@@ -19,6 +20,9 @@ from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target import HeadWeights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_float8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with float8"
+)
 
 H, V, Vd = 256, 1003, 401
 UNROLL = 5
@@ -81,11 +85,18 @@ def make_row(generator: torch.Generator, *, sampled: bool) -> Row:
 
 
 def run(
-    draft: Draft, head: HeadWeights, row: Row, loss: Loss, device: torch.device, dtype: torch.dtype
+    draft: Draft,
+    head: HeadWeights,
+    row: Row,
+    loss: Loss,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    float8: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     draft = draft.to(device)
     draft.zero_grad()
-    weights = prepare(draft, dtype)
+    weights = prepare(draft, dtype, float8=float8)
     row = row.to(device)
     teacher = Teacher.of(head, draft.target_ids, device, dtype)
     # On the true mass nothing depends on which of two almost equal logits is larger.
@@ -127,3 +138,44 @@ def test_other_norms() -> None:
     generator = torch.Generator().manual_seed(3)
     draft, head = make("gqa", generator, fc_norm=True, norm_output=True, norm_before_residual=True)
     agree(draft, head, make_row(generator, sampled=False))
+
+
+@needs_float8
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_gradients_in_float8(shape: str, sampled: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    draft, head = make(shape, generator)
+    row = make_row(generator, sampled=sampled)
+    loss, expected = run(draft, head, row, "kl", torch.device("cuda"), torch.bfloat16)
+    rounded, found = run(draft, head, row, "kl", torch.device("cuda"), torch.bfloat16, float8=True)
+    assert abs(rounded - loss) / abs(loss) < 2e-2
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        cosine = float(torch.cosine_similarity(found[name].flatten(), gradient.flatten(), 0))
+        print(f"{name} {cosine:.5f}")
+        assert cosine > 0.98, name
+        # The bound would hold for bfloat16, too.
+        assert not torch.equal(found[name], gradient), name
+
+
+@needs_float8
+@pytest.mark.parametrize("n", [1, 7, 1000])
+@pytest.mark.parametrize("size", [16, 4096, 28672, 36864])
+def test_cutting_to_float8(n: int, size: int) -> None:
+    """The kernel gives the plain result bit by bit, and a product what the restored factors give."""
+    generator = torch.Generator().manual_seed(n)
+    x = (torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator))).bfloat16()
+    values, scales = quantise(x)
+    fast_values, fast_scales = quantise(x.cuda())
+    assert torch.equal(fast_scales.cpu(), scales)
+    assert torch.equal(fast_values.cpu().view(torch.uint8), values.view(torch.uint8))
+    weight = torch.randn(48, size, generator=generator).bfloat16()
+    cut = Scaled(*quantise(weight))
+    exact = (values.double() * scales) @ (cut.values.double() * cut.scales).T
+    found = product(x.cuda(), Scaled(*quantise(weight.cuda()))).double().cpu()
+    assert float((found - exact).norm() / exact.norm()) < 5e-3
+    x[n // 2, size // 2], x[0, 0] = torch.nan, -torch.inf
+    out = product(x.cuda(), Scaled(*quantise(weight.cuda()))).cpu()
+    spoiled = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor([0, n // 2]), True)
+    assert torch.equal(out.isfinite(), ~spoiled[:, None].expand(n, 48))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.draft import attention, objective, rope, unroll, weights
+from eagle3.draft import attention, float8, objective, rope, unroll, weights
 
 pytest.importorskip("triton")
 INTERPRETER = "TRITON_INTERPRET"
@@ -90,5 +90,14 @@ def test_element_wise_work(kernels: Any) -> None:
     for interleaved in (False, True):
         found = kernels.rotate(heads, positions, cos, sin, interleaved)
         close([found], [rope._rotate(heads, positions, cos, sin, interleaved)])
+    # A row of zeros, one with a huge value, and values that are not finite. No value is to be rounded up to a power of
+    # two: the interpreter loses the carry.
+    spread = (randn(6, 200) * torch.exp2(5 * randn(6, 1)))[:, :144]
+    spread *= torch.where(spread.frexp().mantissa.abs() > 15 / 16, 0.9, 1)
+    spread[1], spread[2, 7], spread[3, 8], spread[4, 9] = 0, 1e30, torch.inf, -torch.nan
+    (values, scales), expected = kernels.quantise(spread), float8.quantise(spread)
+    finite = torch.tensor([0, 1, 2, 5])
+    assert torch.equal(scales, expected[1])
+    assert torch.equal(values.float()[finite], expected[0].float()[finite])
     rows, offsets = torch.randperm(20), torch.tensor([0, 3, 3, 10, 20])
     close([kernels.sum_rows(randn(20, 30), rows, offsets)], [unroll._sum_rows(randn(20, 30), rows, offsets)])

@@ -149,6 +149,12 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
     assert sum(name in str(error.value) for name in spoiled) > 1
 
 
+def test_float8_is_refused_where_there_is_none(inputs: Inputs, tmp_path: Path) -> None:
+    with pytest.raises(Eagle3Error, match="no units for float8") as error:
+        make(inputs, tmp_path, float8=True)
+    assert "draft.float8" in str(error.value)
+
+
 def test_a_gpu_that_is_named_is_the_one_that_kernels_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
