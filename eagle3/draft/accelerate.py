@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,3 +48,32 @@ def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
         return fast(*args, **kwargs)
 
     return call
+
+
+class Replayed:
+    """Calls a function on a GPU as one CUDA graph: many small kernels at the price of launching one.
+
+    The function takes tensors that may be others at every call, returns nothing, and otherwise works in place on
+    tensors that stay where they are, without asking the GPU for anything. Elsewhere it is simply called.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self.inputs: list[Tensor] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Run once as written, which lets libraries set themselves up; then record, and from then on replay."""
+        if not inputs[0].is_cuda:
+            self.function(*inputs)
+        elif not self.inputs:
+            self.inputs = [tensor.clone() for tensor in inputs]
+            self.function(*inputs)
+        else:
+            for kept, tensor in zip(self.inputs, inputs, strict=True):
+                kept.copy_(tensor)
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.function(*self.inputs)
+            self.graph.replay()

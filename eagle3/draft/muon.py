@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.draft import parallel
+from eagle3.draft.accelerate import Replayed
 from eagle3.draft.shards import Shards
 
 MOMENTUM = 0.95
@@ -39,6 +40,7 @@ class Muon:
         share = max(loads)
         self.shards = Shards(parameters, [starts[i][0] * share + starts[i][1] for i in range(len(parameters))], share)
         self.momentum = torch.zeros_like(self.shards.shard)
+        self.replayed = Replayed(self._update)
         self.owned = [
             (slice(starts[i][1], starts[i][1] + matrix.numel()), matrix.shape)
             for i, matrix in enumerate(parameters)
@@ -47,6 +49,9 @@ class Muon:
 
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
         """Step with the gradients divided by `scale`; where `skipped` is 1, change nothing."""
+        self.replayed(scale, skipped, (1 - skipped) * rate)
+
+    def _update(self, scale: Tensor, skipped: Tensor, rate: Tensor) -> None:
         for place, shape in self.owned:
             matrix, gradient, momentum = (
                 flat[place].view(shape) for flat in (self.shards.masters, self.shards.shard, self.momentum)
@@ -55,9 +60,8 @@ class Muon:
             gradient = torch.where(skipped.bool(), momentum, gradient / scale)
             momentum.lerp_(gradient, 1 - MOMENTUM)
             direction = orthogonal(gradient.lerp(momentum, MOMENTUM))
-            taken = (1 - skipped) * rate
-            matrix.mul_(1 - taken * self.weight_decay)
-            matrix.sub_(direction * (taken * (STEP * math.sqrt(max(shape)))))
+            matrix.mul_(1 - rate * self.weight_decay)
+            matrix.sub_(direction * (rate * (STEP * math.sqrt(max(shape)))))
 
     def state(self) -> dict[str, Tensor]:
         """Return the momenta of all matrices, on every rank."""

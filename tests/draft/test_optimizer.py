@@ -21,15 +21,17 @@ def parameters(generator: torch.Generator) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
-def trained(kind: Literal["muon", "adamw"], gradients: list[float]) -> dict[str, nn.Parameter]:
+def trained(
+    kind: Literal["muon", "adamw"], gradients: list[float], device: torch.device | None = None
+) -> dict[str, nn.Parameter]:
     """Weights after steps whose gradients are noise times the factors."""
     generator = torch.Generator().manual_seed(0)
-    weights = parameters(generator)
+    weights = {name: nn.Parameter(weight.detach().to(device)) for name, weight in parameters(generator).items()}
     found = Optimizer(weights.items(), DraftSettings(optimizer=kind, max_grad_norm=0.5, weight_decay=DECAY))
     for factor in gradients:
         for weight in weights.values():
             assert weight.grad is not None
-            weight.grad += factor * torch.randn(weight.shape, generator=generator)
+            weight.grad += factor * torch.randn(weight.shape, generator=generator).to(device)
         found.step(RATE)
     return weights
 
@@ -91,3 +93,12 @@ def test_orthogonal_keeps_singular_vectors_and_brings_the_values_near_one(shape:
 
 def test_nothing_comes_of_a_gradient_of_zero() -> None:
     assert not orthogonal(torch.zeros(4, 6)).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_recorded_steps_are_those_of_the_cpu() -> None:
+    gradients = [0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
+    reference = trained("muon", gradients)
+    for name, found in trained("muon", gradients, torch.device("cuda")).items():
+        slack = 3e-2 * 0.2 * RATE * len(gradients) if found.dim() == 2 else 1e-6
+        torch.testing.assert_close(found.cpu(), reference[name], atol=slack, rtol=1e-5)
