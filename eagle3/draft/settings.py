@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from eagle3.errors import Eagle3Error
 from eagle3.settings import Settings
 
 
@@ -74,3 +75,13 @@ class DraftSettings(Settings):
     log_every: int = Field(default=10, ge=1)
     """Optimiser steps between lines of the log."""
     seed: int = 0
+
+    def require_work_for(self, gpus: int) -> None:
+        """Raise Eagle3Error if some of the GPUs would get fewer rows of a step than others, or none."""
+        if self.accumulate % max(gpus, 1):
+            raise Eagle3Error(
+                f"a training step of {self.accumulate} rows cannot be shared evenly by {gpus} GPUs",
+                where="draft.accumulate and machine.gpus",
+                remedy=f"set draft.accumulate to {gpus} or a multiple of it, and divide draft.batch_tokens if a step "
+                "should not see more tokens than before",
+            )
