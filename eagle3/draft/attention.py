@@ -79,8 +79,9 @@ class Attention:
             self.wide = (*self.wide, *out.new_zeros(2, N, *shape), mass)
         slots = self.slots[: len(q)]
         _spread(slots, (q, d_out, out, lse), self.wide)
-        wide_q, wide_d, *rest = self.wide
-        wide_d_q, dk, dv = causal_backward(wide_d, wide_q, *rest, self.keys.k0, self.keys.v0, self.segments, self.scale)
+        wide_q, wide_d, wide_out, wide_lse = self.wide
+        k0, v0 = self.keys.k0, self.keys.v0
+        wide_d_q, dk, dv = causal_backward(wide_d, wide_q, wide_out, wide_lse, k0, v0, self.segments, self.scale)
         gradients.k0.add_(dk)
         gradients.v0.add_(dv)
         _fold_backward(d_q, wide_d_q, d_out, q, out, lse, slots, self.keys, gradients, t, self.scale)

@@ -17,30 +17,29 @@ from eagle3.draft.attention import Keys
 
 
 def spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
-    """`attention._spread`; rows of q may be apart, and heads of the wide log-sum-exp are."""
-    q, d_out, out, lse = (*tensors, None, None, None)[:4]
-    wide_q, wide_d, wide_out, wide_lse = (*wide, None, None, None)[:4]
+    """`attention._spread`; rows of q may be apart. Every head's wide log-sum-exp lies together, in one piece."""
+    (q, *others), (wide_q, *wide_others) = tensors, wide
     n, heads, d = q.shape
-    width = heads * out.shape[2] if out is not None else 0
+    width = heads * others[0].shape[2] if others else 0
     _spread[(n,)](
-        slots, q, wide_q, d_out, wide_d, out, wide_out, lse, wide_lse, q.stride(0), len(wide_q),
-        heads * d, width, heads, ALL=out is not None, HEADS=padded(heads), BLOCK=1024, num_warps=4,
+        slots, q, wide_q, *(others or (None,) * 3), *(wide_others or (None,) * 3),
+        q.stride(0), heads * d, width, heads, len(wide_q),
+        OTHERS=bool(others), HEADS=padded(heads), BLOCK=1024, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _spread(
-    slots, q, wide_q, d_out, wide_d, out, wide_out, lse, wide_lse, q_row, queries, q_width, width, heads,
-    ALL: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, q, wide_q, d_out, out, lse, wide_d, wide_out, wide_lse, q_row, q_width, width, heads, queries,
+    OTHERS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     column, head = tl.arange(0, BLOCK), tl.arange(0, HEADS)
     for block in range(0, q_width, BLOCK):
         inside = column < q_width - block
-        value = tl.load(q + row * q_row + block + column, inside)
-        tl.store(wide_q + slot * q_width + block + column, value, inside)
-    if ALL:
+        tl.store(wide_q + slot * q_width + block + column, tl.load(q + row * q_row + block + column, inside), inside)
+    if OTHERS:
         for block in range(0, width, BLOCK):
             inside = column < width - block
             source, goal = row * width + block + column, slot * width + block + column

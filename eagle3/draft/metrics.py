@@ -72,13 +72,12 @@ def expected_acceptance_length(conditional: Sequence[float]) -> float:
 
 def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int) -> list[int]:
     """Return for every root, in position order, how many leading drafts equal the tokens that follow [R]."""
-    drafted = target_ids[outcome.drafted].split(row.alive)
+    hits = (target_ids[outcome.drafted] == row.labels[row.ahead]).split(row.alive)
     accepted = torch.zeros(len(row.ranks), dtype=torch.int64, device=row.ranks.device)
     unbroken: Tensor | None = None
-    for t, ids in enumerate(drafted[:drafts]):
-        hit = ids == row.labels[row.ranks[: len(ids)] + t]
-        unbroken = hit if unbroken is None else unbroken[: len(ids)] & hit
-        accepted[: len(ids)] += unbroken
+    for hit in hits[:drafts]:
+        unbroken = hit if unbroken is None else unbroken[: len(hit)] & hit
+        accepted[: len(hit)] += unbroken
     in_position_order = torch.empty_like(accepted)
     in_position_order[row.ranks] = accepted
     result: list[int] = in_position_order.tolist()

@@ -56,11 +56,11 @@ class GroupedProjections(NamedTuple):
 
     def query_room(self, projected: Tensor) -> Tensor:
         """[n, Q] -> [n, Hq, d]."""
-        return projected.unflatten(1, (-1, self.head_dim))
+        return projected.view(len(projected), -1, self.head_dim)
 
     def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """[n, K] -> keys and values, both [n, Hkv, d]."""
-        keys, values = projected.unflatten(1, (2, -1, self.head_dim)).unbind(1)
+        keys, values = projected.view(len(projected), 2, -1, self.head_dim).unbind(1)
         return keys, values
 
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
@@ -132,7 +132,7 @@ class LatentProjections(NamedTuple):
 
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
         """[n, Q] -> queries [n, Hq, nope+rope], their last part rotated."""
-        q = linear(norm(projected, self.q_norm, self.eps), self.q_b).unflatten(1, (self.heads, -1))
+        q = linear(norm(projected, self.q_norm, self.eps), self.q_b).view(len(projected), self.heads, -1)
         rotary.rotate(q[..., self.nope :], positions)
         return q
 

@@ -38,7 +38,7 @@ def rotary(config: DraftConfig, positions: int, device: torch.device) -> Rotary:
     """
     dim = config.latent.qk_rope_head_dim if config.latent else config.head_dim
     parameters = tuple(sorted(config.rope_parameters.items()))
-    rounded = 1 << positions.bit_length()
+    rounded = 1 << (positions - 1).bit_length()
     return Rotary(
         *_tables(rounded, dim, config.max_position_embeddings, parameters, device),
         interleaved=config.latent is not None,
