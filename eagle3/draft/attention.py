@@ -99,7 +99,7 @@ def _fold(
     q: Tensor, out: Tensor, lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Read a finished softmax from the roots' slots [N, ...] and add their own keys of some steps."""
-    own = _own(keys, steps, len(q))
+    own = _own_rows(keys, steps, len(q))
     grouped = q.float().unflatten(1, (keys.own_k.shape[1], -1))
     scores = (grouped * keys.own_k[own].float()[:, :, :, None]).sum(-1) * scale
     before = lse[slots].view(scores.shape[1:])
@@ -124,7 +124,7 @@ def _fold_backward(
     scale: float,
 ) -> None:
     """Write to `d_q` what the roots' slots hold and the part of their own keys; add the gradients of these."""
-    own = _own(keys, steps, len(q))
+    own = _own_rows(keys, steps, len(q))
     grouped, d_grouped = (x.float().unflatten(1, (keys.own_k.shape[1], -1)) for x in (q, d_out))
     delta = (d_out.float() * out.float()).sum(-1).view(grouped.shape[:-1])
     wide = keys.own_k[own].float()[:, :, :, None]
@@ -135,7 +135,7 @@ def _fold_backward(
     d_q.copy_(wide_d_q[slots].float() + (d_scores[..., None] * wide).sum(0).flatten(1, 2))
 
 
-def _own(keys: Keys, steps: int, n: int) -> Tensor:
+def _own_rows(keys: Keys, steps: int, n: int) -> Tensor:
     """Where the own keys of n roots lie [steps, n]."""
     return (keys.starts[:steps, None] - keys.starts[0]) + torch.arange(n, device=keys.starts.device)
 

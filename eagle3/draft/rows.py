@@ -47,8 +47,8 @@ class Row:
     starts: Tensor
     """[steps+1] int64: where each step's outputs start among all [M], and M"""
     ahead: Tensor
-    """[M] int64: for all (step, root) pairs, in the order of the unroll's outputs, the rank of root p+t: it has the
-    pair's teacher, and reads in step 0 the token that the pair reads"""
+    """[M] int64: the rank of root p+t for every (step t, root p), in the order of the unroll's outputs; its teacher
+    teaches the pair, and in step 0 it reads the token that the pair reads"""
     pairs: Tensor
     """[M] int64: all (step, root) pairs as places among the unroll's outputs, in the order of their teachers"""
     pair_places: Tensor
