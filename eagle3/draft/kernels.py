@@ -77,8 +77,8 @@ def fold_backward(
 ) -> None:
     """`attention._fold_backward`; gradients lie in memory as what they belong to."""
     _fold_backward[len(q), keys.own_k.shape[1]](
-        d_q, wide_d_q.contiguous(), d_out, q, out, lse, slots, keys.own_k, keys.own_v, keys.starts, gradients.own_k, gradients.own_v,
-        scale, steps, *_shape(q, keys), num_warps=1,
+        d_q, wide_d_q.contiguous(), d_out, q, out, lse, slots, keys.own_k, keys.own_v, keys.starts,
+        gradients.own_k, gradients.own_v, scale, steps, *_shape(q, keys), num_warps=1,
     )  # fmt: skip
 
 

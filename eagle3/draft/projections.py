@@ -56,11 +56,12 @@ class GroupedProjections(NamedTuple):
 
     def query_room(self, projected: Tensor) -> Tensor:
         """[n, Q] -> [n, Hq, d]."""
-        return projected.view(len(projected), -1, self.head_dim)
+        heads: Tensor = projected.unflatten(1, (-1, self.head_dim))
+        return heads
 
     def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """[n, K] -> keys and values, both [n, Hkv, d]."""
-        keys, values = projected.view(len(projected), 2, -1, self.head_dim).unbind(1)
+        keys, values = projected.unflatten(1, (2, -1, self.head_dim)).unbind(1)
         return keys, values
 
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
