@@ -24,112 +24,120 @@ BLOCK = 256
 
 
 class Keys(NamedTuple):
-    """What the n roots of step t see."""
+    """What roots see, or the gradients of it."""
 
     k0: Tensor
     """[C, Hkv, d] step-0 keys of all context positions, rotated"""
     v0: Tensor
     """[C, Hkv, dv] their values"""
     own_k: Tensor
-    """[t, n, Hkv, d] the roots' own keys of steps 1..t"""
+    """[n_1 + n_2 + .., Hkv, d] the roots' own keys of steps 1, 2, .."""
     own_v: Tensor
-    """[t, n, Hkv, dv]"""
+    """[n_1 + n_2 + .., Hkv, dv]"""
+    starts: Tensor
+    """[steps] int64: where the own keys of each step start, counted from anywhere"""
 
 
-class Places(NamedTuple):
-    """Where n roots stand among the queries of a row. Between two spans there are queries without a root."""
+class Attention:
+    """Attention of all steps of a pass.
 
-    slots: Tensor
-    """[n] the query of a root"""
-    roots: Tensor
-    """[N] the root of a query, any where it has none"""
-    empty: Tensor
-    """[N, 1] whether it has none"""
-    segments: Segments
-
-    @classmethod
-    def of(cls, slots: Tensor, segments: Segments) -> Places:
-        roots = torch.full((segments.q[-1],), -1, device=slots.device)
-        roots[slots] = torch.arange(len(slots), device=slots.device)
-        return cls(slots, roots.clamp_min(0), (roots < 0)[:, None], segments)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """[n, ...] -> [N, ...]; arbitrary where a query has no root."""
-        return x.index_select(0, self.roots)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [n, ...]."""
-        return x.index_select(0, self.slots)
-
-
-def attend(q: Tensor, keys: Keys, places: Places, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend from n roots at step t.
-
-    Args:
-        q: [n, Hq, d] queries, rotated.
-        keys: what they see.
-        places: where they stand.
-        scale: factor on the scores.
-
-    Returns:
-        output [n, Hq, dv] and log-sum-exp [n, Hq] in float32.
+    The causal kernel has N queries, one for every slot, in position order; roots are sorted by lifetime. Some slots
+    have no root that is alive, and between two spans there never is one: their queries are finite, nobody reads their
+    outputs, and in backward their softmax is made 0.
     """
-    out, lse = causal_forward(places.spread(q), keys.k0, keys.v0, places.segments, scale)
-    out, lse = places.gather(out), places.gather(lse)
-    return _fold(q, out, lse, scale, keys.own_k, keys.own_v) if len(keys.own_k) else (out, lse)
 
+    def __init__(self, keys: Keys, slots: Tensor, segments: Segments, scale: float) -> None:
+        """Take what roots see, the slots of all of them [R], and the factor on the scores."""
+        self.keys, self.slots, self.segments, self.scale = keys, slots, segments, scale
+        self.wide: tuple[Tensor, ...] = ()
 
-def attend_backward(
-    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: Keys, gradients: Keys, places: Places, scale: float
-) -> Tensor:
-    """Return the gradient of q; add those of the keys and values to `gradients`."""
-    # A query without a root gives no gradient: its softmax is made 0.
-    dense_lse = places.spread(lse).masked_fill_(places.empty, torch.inf)
-    dense_d, dense_q, dense_out = (places.spread(x) for x in (d_out, q, out))
-    dq, dk, dv = causal_backward(dense_d, dense_q, dense_out, dense_lse, keys.k0, keys.v0, places.segments, scale)
-    gradients.k0.add_(dk)
-    gradients.v0.add_(dv)
-    dq = places.gather(dq)
-    if len(keys.own_k) == 0:
-        return dq
-    return _fold_backward(dq, d_out, q, out, lse, scale, keys.own_k, keys.own_v, gradients.own_k, gradients.own_v)
+    def forward(self, q: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        """Attend from the n roots of step t, whose own keys of steps 1..t are there.
+
+        Args:
+            q: [n, Hq, d] queries, rotated.
+            t: the step.
+
+        Returns:
+            output [n, Hq, dv] and log-sum-exp [n, Hq] in float32.
+        """
+        if not self.wide:
+            self.wide = (q.new_zeros(self.segments.q[-1], *q.shape[1:]),)
+        slots = self.slots[: len(q)]
+        _spread(slots, (q,), self.wide)
+        out, lse = causal_forward(self.wide[0], self.keys.k0, self.keys.v0, self.segments, self.scale)
+        return _fold(q, out, lse, slots, self.keys, t, self.scale)
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, t: int, gradients: Keys, d_q: Tensor
+    ) -> None:
+        """Write the gradient of q to `d_q`; add those of the keys and values to `gradients`. The last step is first."""
+        if len(self.wide) == 1:
+            # From here on the roots only become more: what has no root keeps a softmax of 0.
+            N, shape = self.segments.q[-1], out.shape[1:]
+            mass = lse.new_full((shape[0], N), torch.inf).mT
+            self.wide = (*self.wide, *out.new_zeros(2, N, *shape), mass)
+        slots = self.slots[: len(q)]
+        _spread(slots, (q, d_out, out, lse), self.wide)
+        wide_q, wide_d, wide_out, wide_lse = self.wide
+        k0, v0 = self.keys.k0, self.keys.v0
+        wide_d_q, dk, dv = causal_backward(wide_d, wide_q, wide_out, wide_lse, k0, v0, self.segments, self.scale)
+        gradients.k0.add_(dk)
+        gradients.v0.add_(dv)
+        _fold_backward(d_q, wide_d_q, d_out, q, out, lse, slots, self.keys, gradients, t, self.scale)
 
 
 @kernel_on_gpu
-def _fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Add own-column keys to a finished softmax."""
-    grouped = q.float().unflatten(1, (keys.shape[2], -1))
-    scores = (grouped * keys.float()[:, :, :, None]).sum(-1) * scale
-    before = lse.view(scores.shape[1:])
+def _spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
+    """Put what n roots have [n, ...] into their slots [N, ...]: queries, or also d_out, out and log-sum-exp."""
+    for x, goal in zip(tensors, wide, strict=True):
+        goal[slots] = x
+
+
+@kernel_on_gpu
+def _fold(
+    q: Tensor, out: Tensor, lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Read a finished softmax from the roots' slots [N, ...] and add their own keys of some steps."""
+    own = _own_rows(keys, steps, len(q))
+    grouped = q.float().unflatten(1, (keys.own_k.shape[1], -1))
+    scores = (grouped * keys.own_k[own].float()[:, :, :, None]).sum(-1) * scale
+    before = lse[slots].view(scores.shape[1:])
     total = torch.logaddexp(before, scores.logsumexp(0))
-    result = out.float().unflatten(1, (keys.shape[2], -1)) * (before - total).exp()[..., None]
-    result += ((scores - total).exp()[..., None] * values.float()[:, :, :, None]).sum(0)
-    return result.view(out.shape).to(out.dtype), total.view(lse.shape)
+    result = out[slots].float().unflatten(1, (keys.own_k.shape[1], -1)) * (before - total).exp()[..., None]
+    result += ((scores - total).exp()[..., None] * keys.own_v[own].float()[:, :, :, None]).sum(0)
+    return result.flatten(1, 2).to(out.dtype), total.flatten(1)
 
 
 @kernel_on_gpu
 def _fold_backward(
-    dq: Tensor,
+    d_q: Tensor,
+    wide_d_q: Tensor,
     d_out: Tensor,
     q: Tensor,
     out: Tensor,
     lse: Tensor,
+    slots: Tensor,
+    keys: Keys,
+    gradients: Keys,
+    steps: int,
     scale: float,
-    keys: Tensor,
-    values: Tensor,
-    d_keys: Tensor,
-    d_values: Tensor,
-) -> Tensor:
-    """Return dq with the own-column part; add the gradients of own keys and values."""
-    grouped, d_grouped = (x.float().unflatten(1, (keys.shape[2], -1)) for x in (q, d_out))
+) -> None:
+    """Write to `d_q` what the roots' slots hold and the part of their own keys; add the gradients of these."""
+    own = _own_rows(keys, steps, len(q))
+    grouped, d_grouped = (x.float().unflatten(1, (keys.own_k.shape[1], -1)) for x in (q, d_out))
     delta = (d_out.float() * out.float()).sum(-1).view(grouped.shape[:-1])
-    wide = keys.float()[:, :, :, None]
+    wide = keys.own_k[own].float()[:, :, :, None]
     weights = ((grouped * wide).sum(-1) * scale - lse.view(delta.shape)).exp()
-    d_scores = weights * ((d_grouped * values.float()[:, :, :, None]).sum(-1) - delta) * scale
-    d_keys.add_((d_scores[..., None] * grouped).sum(3))
-    d_values.add_((weights[..., None] * d_grouped).sum(3))
-    joint: Tensor = dq.float() + (d_scores[..., None] * wide).sum(0).view(dq.shape)
-    return joint.to(dq.dtype)
+    d_scores = weights * ((d_grouped * keys.own_v[own].float()[:, :, :, None]).sum(-1) - delta) * scale
+    gradients.own_k[own] += (d_scores[..., None] * grouped).sum(3)
+    gradients.own_v[own] += (weights[..., None] * d_grouped).sum(3)
+    d_q.copy_(wide_d_q[slots].float() + (d_scores[..., None] * wide).sum(0).flatten(1, 2))
+
+
+def _own_rows(keys: Keys, steps: int, n: int) -> Tensor:
+    """Where the own keys of n roots lie [steps, n]."""
+    return (keys.starts[:steps, None] - keys.starts[0]) + torch.arange(n, device=keys.starts.device)
 
 
 def causal_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-class Segments(NamedTuple):
+@dataclass(frozen=True)
+class Segments:
     """Where the samples of a row stand among its queries and keys.
 
     Sample i has queries q[i] .. q[i+1]-1 and keys k[i] .. k[i+1]-1; its last query sees its last key (the causal
@@ -25,7 +27,7 @@ class Segments(NamedTuple):
     """the same as int32 on the device [samples+1]"""
     k_offsets: Tensor
 
-    @property
+    @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """Queries and keys of the longest samples."""
         q, k = (max(b - a for a, b in itertools.pairwise(edges)) for edges in (self.q, self.k))
@@ -33,14 +35,14 @@ class Segments(NamedTuple):
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [N, Hq, dv] and log-sum-exp [N, Hq]."""
+    """Return output [N, Hq, dv] and log-sum-exp [N, Hq], of which that of a head lies together in memory."""
     if kernels := _flash_attention_4(q, v):
         out, lse, *_ = kernels._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(segments, scale))
     else:
         lengths = segments.q_offsets, segments.k_offsets, *segments.longest
         forward = torch.ops.aten._flash_attention_forward
         out, lse, *_ = forward(q, k, _pad(v, q), *lengths, 0.0, True, False, scale=scale)
-    return out[..., : v.shape[2]], lse.mT.contiguous()
+    return out[..., : v.shape[2]], lse.mT
 
 
 def flash_backward(
@@ -53,7 +55,7 @@ def flash_backward(
     else:
         lengths = segments.q_offsets, segments.k_offsets, *segments.longest
         # Without dropout the kernel ignores its random state.
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         padded_d, padded_v, padded_out = (_pad(x, q) for x in (d_out, v, out))
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             padded_d, q, k, padded_v, padded_out, lse, *lengths, 0.0, True, unused, unused, scale=scale
@@ -101,4 +103,5 @@ def _arguments(segments: Segments, scale: float) -> dict[str, Any]:
 
 def _pad(x: Tensor, like: Tensor) -> Tensor:
     """Kernels of torch want one head size; MLA's values are narrower than its keys."""
-    return pad(x, (0, like.shape[2] - x.shape[2])).contiguous()
+    missing = like.shape[2] - x.shape[2]
+    return pad(x, (0, missing)) if missing else x

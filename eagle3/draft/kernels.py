@@ -13,61 +13,108 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton import next_power_of_2 as padded
 
+from eagle3.draft.attention import Keys
 
-def fold(q: Tensor, out: Tensor, lse: Tensor, scale: float, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`attention._fold`: q [n, Hq, d], out [n, Hq, dv], lse [n, Hq], keys and values [t, n, Hkv, ...]."""
-    n, groups = len(q), keys.shape[2]
-    joint, total = torch.empty_like(out), torch.empty_like(lse)
-    _fold[n, groups](q, out, lse, keys, values, joint, total, scale, len(keys), *_shape(q, keys, values), num_warps=1)
+
+def spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
+    """`attention._spread`; rows of q may be apart. Every head's wide log-sum-exp lies together, in one piece."""
+    (q, *others), (wide_q, *wide_others) = tensors, wide
+    n, heads, d = q.shape
+    width = heads * others[0].shape[2] if others else 0
+    _spread[(n,)](
+        slots, q, wide_q, *(others or (None,) * 3), *(wide_others or (None,) * 3),
+        q.stride(0), heads * d, width, heads, len(wide_q),
+        OTHERS=bool(others), HEADS=padded(heads), BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _spread(
+    slots, q, wide_q, d_out, out, lse, wide_d, wide_out, wide_lse, q_row, q_width, width, heads, queries,
+    OTHERS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    column, head = tl.arange(0, BLOCK), tl.arange(0, HEADS)
+    for block in range(0, q_width, BLOCK):
+        inside = column < q_width - block
+        tl.store(wide_q + slot * q_width + block + column, tl.load(q + row * q_row + block + column, inside), inside)
+    if OTHERS:
+        for block in range(0, width, BLOCK):
+            inside = column < width - block
+            source, goal = row * width + block + column, slot * width + block + column
+            tl.store(wide_d + goal, tl.load(d_out + source, inside), inside)
+            tl.store(wide_out + goal, tl.load(out + source, inside), inside)
+        mass = tl.load(lse + row * heads + head, head < heads)
+        tl.store(wide_lse + head.to(tl.int64) * queries + slot, mass, head < heads)
+
+
+def fold(
+    q: Tensor, out: Tensor, lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attention._fold`; rows of q and of own keys and values may be apart, and out and lse lie in any way."""
+    n, heads, groups, dv = *q.shape[:2], keys.own_k.shape[1], out.shape[2]
+    joint, total = out.new_empty(n, heads, dv), lse.new_empty(n, heads)
+    _fold[n, groups](
+        q, out, lse, slots, keys.own_k, keys.own_v, keys.starts, joint, total, scale, steps,
+        *out.stride()[:2], *lse.stride(), *_shape(q, keys), num_warps=1,
+    )  # fmt: skip
     return joint, total
 
 
 def fold_backward(
-    dq: Tensor,
+    d_q: Tensor,
+    wide_d_q: Tensor,
     d_out: Tensor,
     q: Tensor,
     out: Tensor,
     lse: Tensor,
+    slots: Tensor,
+    keys: Keys,
+    gradients: Keys,
+    steps: int,
     scale: float,
-    keys: Tensor,
-    values: Tensor,
-    d_keys: Tensor,
-    d_values: Tensor,
-) -> Tensor:
-    """`attention._fold_backward`, dq in place; gradients lie in memory as what they belong to."""
-    grid, shape = (len(q), keys.shape[2]), _shape(q, keys, values)
-    _fold_backward[grid](dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, len(keys), *shape, num_warps=1)
-    return dq
+) -> None:
+    """`attention._fold_backward`; gradients lie in memory as what they belong to."""
+    _fold_backward[len(q), keys.own_k.shape[1]](
+        d_q, wide_d_q.contiguous(), d_out, q, out, lse, slots, keys.own_k, keys.own_v, keys.starts,
+        gradients.own_k, gradients.own_v, scale, steps, *_shape(q, keys), num_warps=1,
+    )  # fmt: skip
 
 
-def _shape(q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, ...]:
-    """Steps' strides, key-value heads, queries' heads of each, head sizes; and the padded sizes."""
-    heads, d, dv = q.shape[1] // keys.shape[2], keys.shape[3], values.shape[3]
-    sizes = keys.shape[2], heads, d, dv
-    return keys.stride(0), values.stride(0), *sizes, padded(heads), padded(d), padded(dv)
+def _shape(q: Tensor, keys: Keys) -> tuple[int, ...]:
+    """Strides of rows, key-value heads, queries' heads of each, head sizes; and the padded sizes."""
+    (_, groups, d), dv = keys.own_k.shape, keys.own_v.shape[2]
+    heads = q.shape[1] // groups
+    strides = q.stride(0), keys.own_k.stride(0), keys.own_v.stride(0)
+    return *strides, groups, heads, d, dv, padded(heads), padded(d), padded(dv)
 
 
 @triton.jit
 def _fold(
-    q, out, lse, keys, values, joint, total, scale, steps, k_step, v_step,
+    q, out, lse, slots, keys, values, starts, joint, total, scale, steps,
+    out_row, out_head, lse_row, lse_head, q_row, k_row, v_row,
     groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
-    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
-    row = place * heads + head
-    at = row[:, None] * d + column
-    out_at = row[:, None] * dv + value_column
-    inside = (head < heads)[:, None] & (column < d)
-    out_inside = (head < heads)[:, None] & (value_column < dv)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    member, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
+    present, head = member < heads, group * heads + member
+    at = row * q_row + head[:, None] * d + column
+    inside = present[:, None] & (column < d)
+    out_inside = present[:, None] & (value_column < dv)
     query = tl.load(q + at, inside, 0.0).to(tl.float32)
+    slot = tl.load(slots + row)
+    out_at = slot * out_row + head[:, None] * out_head + value_column
     result = tl.load(out + out_at, out_inside, 0.0).to(tl.float32)
     # One more softmax over what is there already, online.
-    largest = tl.load(lse + row, head < heads, 0.0)
+    largest = tl.load(lse + slot * lse_row + head.to(tl.int64) * lse_head, present, 0.0)
     mass = tl.full([HEADS], 1.0, tl.float32)
-    key_at, value_at = place * d + column, place * dv + value_column
-    for _ in range(steps):
-        key = tl.load(keys + key_at, column < d, 0.0).to(tl.float32)
+    first = tl.load(starts)
+    for step in range(steps):
+        own = tl.load(starts + step) - first + row
+        key = tl.load(keys + own * k_row + group * d + column, column < d, 0.0).to(tl.float32)
+        value_at = own * v_row + group * dv + value_column
         value = tl.load(values + value_at, value_column < dv, 0.0).to(tl.float32)
         score = tl.sum(query * key[None, :], 1) * scale
         top = tl.maximum(largest, score)
@@ -75,33 +122,37 @@ def _fold(
         mass = mass * shrink + weight
         result = result * shrink[:, None] + weight[:, None] * value[None, :]
         largest = top
-        key_at += k_step
-        value_at += v_step
-    tl.store(joint + out_at, result / mass[:, None], out_inside)
-    tl.store(total + row, largest + tl.log(mass), head < heads)
+    place = row * groups * heads + head
+    tl.store(joint + place[:, None] * dv + value_column, result / mass[:, None], out_inside)
+    tl.store(total + place, largest + tl.log(mass), present)
 
 
 @triton.jit
 def _fold_backward(
-    dq, d_out, q, out, lse, keys, values, d_keys, d_values, scale, steps, k_step, v_step,
+    d_q, wide_d_q, d_out, q, out, lse, slots, keys, values, starts, d_keys, d_values, scale, steps,
+    q_row, k_row, v_row,
     groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
-    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
-    row = place * heads + head
-    at = row[:, None] * d + column
-    out_at = row[:, None] * dv + value_column
-    inside = (head < heads)[:, None] & (column < d)
-    out_inside = (head < heads)[:, None] & (value_column < dv)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    member, column, value_column = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, DV)
+    present, head = member < heads, group * heads + member
+    at = row * q_row + head[:, None] * d + column
+    place = row * groups * heads + head
+    out_at = place[:, None] * dv + value_column
+    inside = present[:, None] & (column < d)
+    out_inside = present[:, None] & (value_column < dv)
     query = tl.load(q + at, inside, 0.0).to(tl.float32)
-    d_query = tl.load(dq + at, inside, 0.0).to(tl.float32)
+    wide_at = (tl.load(slots + row) * groups * heads + head)[:, None] * d + column
+    d_query = tl.load(wide_d_q + wide_at, inside, 0.0).to(tl.float32)
     d_result = tl.load(d_out + out_at, out_inside, 0.0).to(tl.float32)
     delta = tl.sum(d_result * tl.load(out + out_at, out_inside, 0.0).to(tl.float32), 1)
     # Heads that only pad get weight 0.
-    total = tl.load(lse + row, head < heads, float("inf"))
-    key_at, value_at = place * d + column, place * dv + value_column
-    for _ in range(steps):
+    total = tl.load(lse + place, present, float("inf"))
+    first = tl.load(starts)
+    for step in range(steps):
+        own = tl.load(starts + step) - first + row
+        key_at, value_at = own * k_row + group * d + column, own * v_row + group * dv + value_column
         key = tl.load(keys + key_at, column < d, 0.0).to(tl.float32)
         value = tl.load(values + value_at, value_column < dv, 0.0).to(tl.float32)
         weight = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
@@ -111,9 +162,7 @@ def _fold_backward(
         d_value = tl.load(d_values + value_at, value_column < dv, 0.0).to(tl.float32)
         tl.store(d_keys + key_at, d_key, column < d)
         tl.store(d_values + value_at, d_value + tl.sum(weight[:, None] * d_result, 0), value_column < dv)
-        key_at += k_step
-        value_at += v_step
-    tl.store(dq + at, d_query, inside)
+    tl.store(d_q + at, d_query, inside)
 
 
 def cross_entropy(
@@ -221,26 +270,29 @@ def _swiglu_backward(d_out, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr)
     tl.store(d_gate_up + at + width, d * gate * sigmoid, inside)
 
 
-def norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor) -> Tensor:
     """`weights._norm_backward`; rows of x may be apart."""
     n, size = x.shape
     d_x, block, parts = x.new_empty(n, size), padded(size), min(n, 1024)
     d_weight = torch.empty(parts, size, dtype=torch.float32, device=x.device)
     _norm_backward[(parts,)](
-        d_out.contiguous(), x, weight, plus, d_x, d_weight, n, size, x.stride(0), eps,
+        d_out.contiguous(), x, weight, plus, d_x, d_weight, total, n, size, x.stride(0), eps,
         PLUS=plus is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
-    return d_x, d_weight.sum(0)
+    torch.sum(d_weight, 0, out=total)
+    return d_x
 
 
 @triton.jit
 def _norm_backward(
-    d_out, x, weight, plus, d_x, d_weight, n, size, stride, eps, PLUS: tl.constexpr, BLOCK: tl.constexpr
+    d_out, x, weight, plus, d_x, d_weight, total, n, size, stride, eps, PLUS: tl.constexpr, BLOCK: tl.constexpr
 ):
     column = tl.arange(0, BLOCK)
     inside = column < size
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    gradient = tl.zeros([BLOCK], tl.float32)
+    # One part goes on from what is there already: the sum of the parts takes its place.
+    before = tl.load(total + column, inside, 0.0)
+    gradient = tl.where(tl.program_id(0) == 0, before, 0.0)
     for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
         d = tl.load(d_out + row * size + column, inside, 0.0).to(tl.float32)
         wide = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
@@ -277,34 +329,33 @@ def _quantise(x, values, scales, size, stride, BLOCK: tl.constexpr):
     tl.store(scales + row, scale)
 
 
-def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, direction: float, interleaved: bool) -> Tensor:
     """`rope._rotate`; rows and heads of x may be apart."""
     n, heads, d = x.shape
-    out = x.new_empty(n, heads, d)
     _rotate[(n,)](
-        x, positions, cos, sin, out, heads, x.stride(0), x.stride(1),
+        x, positions, cos, sin, direction, heads, x.stride(0), x.stride(1),
         HALF=d // 2, INTERLEAVED=interleaved, HEADS=padded(heads), BLOCK=padded(d // 2), num_warps=4,
     )  # fmt: skip
-    return out
+    return x
 
 
 @triton.jit
 def _rotate(
-    x, positions, cosines, sines, out, heads, row_stride, head_stride,
+    x, positions, cosines, sines, direction, heads, row_stride, head_stride,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (pair < HALF)
     angle = tl.load(positions + row) * HALF + pair
-    cos, sin = tl.load(cosines + angle, pair < HALF, 0.0), tl.load(sines + angle, pair < HALF, 0.0)
+    cos, sin = tl.load(cosines + angle, pair < HALF, 0.0), direction * tl.load(sines + angle, pair < HALF, 0.0)
     first_at = 2 * pair if INTERLEAVED else pair
     second_at = first_at + (1 if INTERLEAVED else HALF)
-    source, goal = x + row * row_stride + head * head_stride, out + (row * heads + head) * (2 * HALF)
-    first = tl.load(source + first_at, inside, 0.0).to(tl.float32)
-    second = tl.load(source + second_at, inside, 0.0).to(tl.float32)
-    tl.store(goal + first_at, first * cos - second * sin, inside)
-    tl.store(goal + second_at, second * cos + first * sin, inside)
+    at = x + row * row_stride + head * head_stride
+    first = tl.load(at + first_at, inside, 0.0).to(tl.float32)
+    second = tl.load(at + second_at, inside, 0.0).to(tl.float32)
+    tl.store(at + first_at, first * cos - second * sin, inside)
+    tl.store(at + second_at, second * cos + first * sin, inside)
 
 
 def sum_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -28,15 +28,16 @@ class Tally:
 
     def add(self, row: Row, outcome: Outcome) -> None:
         """Count every (step, root) pair of a row."""
-        unbroken = None
-        losses, corrects = outcome.loss.split(row.alive), outcome.correct.split(row.alive)
-        for t, (loss, correct) in enumerate(zip(losses, corrects, strict=True)):
-            # Roots are sorted by lifetime: those alive now are the first ones of the step before.
-            before = torch.ones_like(correct) if unbroken is None else unbroken[: len(correct)]
-            unbroken = before & correct
-            column = [loss.sum(), correct.sum(), before.sum(), unbroken.sum()]
-            self.sums[self.COUNT, t] += len(correct)
-            self.sums[self.LOSS :, t] += torch.stack([value.to(self.sums.dtype) for value in column])
+        # Tables of steps and roots: those alive at a step are its first ones.
+        place = torch.arange(len(row.ranks), device=row.starts.device)
+        alive = place < row.starts.diff()[:, None]
+        pairs = (row.starts[:-1, None] + place).clamp_max(len(row.pairs) - 1)
+        loss, correct = outcome.loss[pairs].masked_fill_(~alive, 0), outcome.correct[pairs] & alive
+        unbroken = correct.cumprod(0)
+        chains = alive.clone()
+        chains[1:].logical_and_(unbroken[:-1])
+        columns = [alive, loss, correct, chains, unbroken]
+        self.sums[:, : len(alive)].add_(torch.stack([column.sum(1, dtype=self.sums.dtype) for column in columns]))
 
     def reduce(self) -> Tally:
         """Add up the sums of all ranks, on every rank."""
@@ -71,13 +72,12 @@ def expected_acceptance_length(conditional: Sequence[float]) -> float:
 
 def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int) -> list[int]:
     """Return for every root, in position order, how many leading drafts equal the tokens that follow [R]."""
-    drafted = target_ids[outcome.drafted].split(row.alive)
+    hits = (target_ids[outcome.drafted] == row.labels[row.ahead]).split(row.alive)
     accepted = torch.zeros(len(row.ranks), dtype=torch.int64, device=row.ranks.device)
     unbroken: Tensor | None = None
-    for t, ids in enumerate(drafted[:drafts]):
-        hit = ids == row.labels[row.ranks[: len(ids)] + t]
-        unbroken = hit if unbroken is None else unbroken[: len(ids)] & hit
-        accepted[: len(ids)] += unbroken
+    for hit in hits[:drafts]:
+        unbroken = hit if unbroken is None else unbroken[: len(hit)] & hit
+        accepted[: len(hit)] += unbroken
     in_position_order = torch.empty_like(accepted)
     in_position_order[row.ranks] = accepted
     result: list[int] = in_position_order.tolist()

@@ -7,6 +7,7 @@ the same, but can neither skip a step without asking the GPU first nor share the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,38 +31,36 @@ class Muon:
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
         self.weight_decay = weight_decay
-        loads = [0] * parallel.world()
-        starts = {}
-        # The largest first, each to the rank that has the least: shares come out nearly equal.
-        for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].numel(), i)):
-            rank = loads.index(min(loads))
-            starts[index] = rank, loads[rank]
-            loads[rank] += parameters[index].numel()
-        share = max(loads)
-        self.shards = Shards(parameters, [starts[i][0] * share + starts[i][1] for i in range(len(parameters))], share)
+        sizes = [parameter.numel() for parameter in parameters]
+        hands = deal(sizes, parallel.world())
+        share = max(sum(sizes[index] for index in hand) for hand in hands)
+        offsets = [0] * len(parameters)
+        for rank, hand in enumerate(hands):
+            starts = itertools.accumulate((sizes[index] for index in hand), initial=rank * share)
+            for index, start in zip(hand, starts, strict=False):
+                offsets[index] = start
+        self.shards = Shards(parameters, offsets, share)
         self.momentum = torch.zeros_like(self.shards.shard)
+        # This rank's: weight, summed gradient and momentum of each.
+        flat = self.shards.masters, self.shards.shard, self.momentum
+        mine = [parameters[index] for index in hands[parallel.rank()]]
+        used = sum(matrix.numel() for matrix in mine)
+        parts = zip(*(x[:used].split([matrix.numel() for matrix in mine]) for x in flat), strict=True)
+        self.matrices = [[x.view_as(matrix) for x in part] for matrix, part in zip(mine, parts, strict=True)]
         self.replayed = Replayed(self._update)
-        self.owned = [
-            (slice(starts[i][1], starts[i][1] + matrix.numel()), matrix.shape)
-            for i, matrix in enumerate(parameters)
-            if starts[i][0] == parallel.rank()
-        ]
 
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
         """Step with the gradients divided by `scale`; where `skipped` is 1, change nothing."""
         self.replayed(scale, skipped, (1 - skipped) * rate)
 
     def _update(self, scale: Tensor, skipped: Tensor, rate: Tensor) -> None:
-        for place, shape in self.owned:
-            matrix, gradient, momentum = (
-                flat[place].view(shape) for flat in (self.shards.masters, self.shards.shard, self.momentum)
-            )
+        for matrix, gradient, momentum in self.matrices:
             # The momentum in the gradient's place leaves the momentum as it is.
-            gradient = torch.where(skipped.bool(), momentum, gradient / scale)
-            momentum.lerp_(gradient, 1 - MOMENTUM)
-            direction = orthogonal(gradient.lerp(momentum, MOMENTUM))
+            clipped = torch.where(skipped.bool(), momentum, gradient / scale)
+            momentum.lerp_(clipped, 1 - MOMENTUM)
+            direction = orthogonal(clipped.lerp(momentum, MOMENTUM))
             matrix.mul_(1 - rate * self.weight_decay)
-            matrix.sub_(direction * (rate * (STEP * math.sqrt(max(shape)))))
+            matrix.sub_(direction * (rate * (STEP * math.sqrt(max(matrix.shape)))))
 
     def state(self) -> dict[str, Tensor]:
         """Return the momenta of all matrices, on every rank."""
@@ -70,6 +69,17 @@ class Muon:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned, on any number of ranks."""
         self.momentum.copy_(self.shards.deal(state["momentum"]))
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal parameters to ranks, the largest first, each to the rank that has the least; return indices in order.
+
+    In order, so that the gradients of matrices that are read together lie together where one rank has them all.
+    """
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        min(hands, key=lambda hand: sum(sizes[i] for i in hand)).append(index)
+    return [sorted(hand) for hand in hands]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -103,28 +103,32 @@ def projected_loss(
         objective: loss and step weights.
         totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
     """
-    M, device = len(hidden), hidden.device
+    device = hidden.device
     scales = [weight / max(total, 1) for weight, total in zip(objective.step_weights, totals, strict=True)]
-    weights = torch.cat([torch.full((n,), scale, device=device) for n, scale in zip(row.alive, scales, strict=False)])
-    loss = torch.empty(M, device=device)
-    drafted = torch.empty(M, dtype=torch.int64, device=device)
-    correct = torch.empty(M, dtype=torch.bool, device=device)
-    # In the order of `pairs`.
+    # Small enough to be sent without waiting for the device.
+    weights = torch.tensor(scales, device="cpu").to(device, non_blocking=True)[row.pair_steps]
+    # In the order of `pairs`, and of teachers.
     gradient = torch.empty_like(hidden) if lm_head.gradients else None
+    losses, choices, tops = [], [], []
     for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head.value), device):
         lesson = _lesson(row.teacher[taught], teacher, objective)
-        pairs = row.pairs[chunk]
-        states = hidden.index_select(0, pairs)
+        states = hidden.index_select(0, row.pairs[chunk])
         logits = linear(states, lm_head)
-        loss[pairs], choice, d_logits = _student(logits, row, taught, chunk, weights[pairs], lesson, objective)
-        drafted[pairs] = choice
-        correct[pairs] = choice == lesson.top[row.pair_teachers[chunk] - taught.start]
+        loss, choice, d_logits = _student(logits, row, taught, chunk, weights[chunk], lesson, objective)
+        losses.append(loss)
+        choices.append(choice)
+        tops.append(lesson.top)
         if gradient is not None:
             torch.mm(d_logits, lm_head.value, out=gradient[chunk])
             weight_backward(d_logits, states, lm_head)
-    if gradient is not None:
-        gradient = gradient.index_select(0, row.pairs.argsort())
-    return Outcome((loss * weights).sum(), gradient, loss, drafted, correct)
+    loss, drafted = torch.cat(losses), torch.cat(choices)[row.pair_places]
+    return Outcome(
+        total=loss.dot(weights),
+        gradient=None if gradient is None else gradient.index_select(0, row.pair_places),
+        loss=loss[row.pair_places],
+        drafted=drafted,
+        correct=drafted == torch.cat(tops)[row.ahead],
+    )
 
 
 class _Lesson(NamedTuple):
@@ -178,7 +182,7 @@ def _student(
         offsets = row.pair_offsets[taught.start : taught.stop + 1]
         value, choice = kernels.cross_entropy(logits, offsets, len(row.alive), weights, *lesson[:3])
         return value, choice, logits
-    teachers = row.pair_teachers[chunk] - taught.start
+    teachers = row.ahead[row.pairs[chunk]] - taught.start
     return _taught(logits, teachers, weights, lesson, *objective.student)
 
 

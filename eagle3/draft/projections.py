@@ -1,11 +1,11 @@
 """From tokens and features to queries, keys and values, and back: the first half of the draft's layer.
 
-Both kinds of attention read u = concat(norm_in(token), norm_h(feature)), so every matrix that reads u splits into a
-half for the token and a half for the feature. What the first half makes of the tokens (`entered`) is an input here,
-and is overwritten.
+Both kinds of attention read u = concat(norm_in(token), norm_h(feature)), so the matrix over all that reads u splits
+into a half for the token and a half for the feature. What it makes of u is `projected` [n, Q + K]: Q columns become
+queries, the others keys and values. Step 0 needs these at other positions than those, so the parts stand alone, too.
 
-`queries` and `keys` also return what their backward needs besides their inputs; those take gradients of the outputs
-and return gradients of `entered` and of the feature.
+`query_room` and `key_room` say where queries, keys and values are put, or their gradients: in grouped-query attention
+they are the projected rows themselves, rotated in place.
 """
 
 from __future__ import annotations
@@ -17,64 +17,89 @@ from torch import Tensor
 
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.rope import Rotary, softmax_scale
-from eagle3.draft.weights import Weight, add_linear, linear, linear_backward, norm, norm_backward
+from eagle3.draft.weights import Weight, linear, linear_backward, norm, norm_backward
 
-Gradients = tuple[Tensor, Tensor]
+
+class Half(NamedTuple):
+    """The half of the matrix over u that reads the token, or the feature."""
+
+    q: Weight
+    """[Q, H]"""
+    kv: Weight
+    """[K, H]"""
+    whole: Weight
+    """[Q + K, H], both"""
+
+    @classmethod
+    def both(cls, weight: Weight, queries: int) -> tuple[Half, Half]:
+        """Split [Q + K, 2H]."""
+        first, second = (
+            cls(half.rows(0, queries), half.rows(queries, len(half.value)), half) for half in weight.halves()
+        )
+        return first, second
+
+    def in_float8(self) -> Half:
+        return Half(*(weight.in_float8() for weight in self))
 
 
 class GroupedProjections(NamedTuple):
     """Grouped-query attention (Llama)."""
 
-    q: tuple[Weight, Weight]
-    """q_proj's halves for token and feature, each [Hq*d, H]"""
-    kv: tuple[Weight, Weight]
-    """the same of k_proj over v_proj [2*Hkv*d, H]"""
+    token: Half
+    feature: Half
+    """q_proj over k_proj over v_proj, Q = Hq*d and K = 2*Hkv*d"""
     head_dim: int
     scale: float
 
     @classmethod
     def prepare(cls, config: DraftConfig, attention: Any, dtype: torch.dtype) -> GroupedProjections:
-        q = Weight.of(dtype, attention.q_proj.weight)
-        kv = Weight.of(dtype, attention.k_proj.weight, attention.v_proj.weight)
-        return cls(q.halves(), kv.halves(), config.head_dim, softmax_scale(config))
+        parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+        halves = Half.both(Weight.of(dtype, *parts), len(parts[0]))
+        return cls(*halves, config.head_dim, softmax_scale(config))
 
     def in_float8(self) -> GroupedProjections:
-        return self._replace(q=_both_in_float8(self.q), kv=_both_in_float8(self.kv))
+        return self._replace(token=self.token.in_float8(), feature=self.feature.in_float8())
 
-    def queries(self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, None]:
-        """[n, Hq*d], [n, H] -> rotated queries [n, Hq, d]."""
-        heads = add_linear(entered, feature, self.q[1]).unflatten(1, (-1, self.head_dim))
-        return rotary.rotate(heads, positions), None
+    def query_room(self, projected: Tensor) -> Tensor:
+        """[n, Q] -> [n, Hq, d]."""
+        heads: Tensor = projected.unflatten(1, (-1, self.head_dim))
+        return heads
+
+    def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, K] -> keys and values, both [n, Hkv, d]."""
+        keys, values = projected.unflatten(1, (2, -1, self.head_dim)).unbind(1)
+        return keys, values
+
+    def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+        """[n, Q] -> rotated queries [n, Hq, d]."""
+        return rotary.rotate(self.query_room(projected), positions)
 
     def queries_backward(
-        self, d_q: Tensor, _saved: None, feature: Tensor, positions: Tensor, rotary: Rotary
-    ) -> Gradients:
-        d_entered = rotary.rotate_backward(d_q, positions).flatten(1)
-        return d_entered, linear_backward(d_entered, feature, self.q[1])
+        self, d_q: Tensor, _projected: Tensor, _d_projected: Tensor, positions: Tensor, rotary: Rotary
+    ) -> None:
+        """Turn the gradient of the queries [n, Hq, d] into that of `projected`, in its room."""
+        rotary.rotate_backward(d_q, positions)
 
-    def keys(self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, None]:
-        """[n, 2*Hkv*d], [n, H] -> rotated keys and values, both [n, Hkv, d]."""
-        both = add_linear(entered, feature, self.kv[1]).unflatten(1, (2, -1, self.head_dim))
-        keys, values = both.unbind(1)
-        return rotary.rotate(keys, positions), values.contiguous(), None
+    def keys(self, _projected: Tensor, k: Tensor, _v: Tensor, positions: Tensor, rotary: Rotary) -> None:
+        """Write the rotated keys and the values of [n, K] into their room."""
+        rotary.rotate(k, positions)
 
     def keys_backward(
-        self, d_k: Tensor, d_v: Tensor, _saved: None, feature: Tensor, positions: Tensor, rotary: Rotary
-    ) -> Gradients:
-        d_entered = torch.stack([rotary.rotate_backward(d_k, positions), d_v], 1).flatten(1)
-        return d_entered, linear_backward(d_entered, feature, self.kv[1])
+        self, d_k: Tensor, _d_v: Tensor, _projected: Tensor, _d_projected: Tensor, positions: Tensor, rotary: Rotary
+    ) -> None:
+        """Turn the gradients of keys and values into that of `projected`, in its room."""
+        rotary.rotate_backward(d_k, positions)
 
 
 class LatentProjections(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), keys and values written out per head."""
 
-    q: tuple[Weight, Weight]
-    """q_a_proj's halves for token and feature, each [q_lora_rank, H]"""
+    token: Half
+    feature: Half
+    """q_a_proj over kv_a_proj, Q = q_lora_rank and K = kv_lora_rank+rope"""
     q_norm: Weight
     q_b: Weight
     """[Hq*(nope+rope), q_lora_rank]"""
-    kv: tuple[Weight, Weight]
-    """kv_a_proj's, each [kv_lora_rank+rope, H]"""
     kv_norm: Weight
     kv_b: Weight
     """[Hq*(nope+dv), kv_lora_rank]"""
@@ -86,11 +111,13 @@ class LatentProjections(NamedTuple):
     @classmethod
     def prepare(cls, config: DraftConfig, attention: Any, dtype: torch.dtype) -> LatentProjections:
         assert config.latent is not None
+        parts = attention.q_a_proj.weight, attention.kv_a_proj_with_mqa.weight
+        token, feature = Half.both(Weight.of(dtype, *parts), len(parts[0]))
         return cls(
-            q=Weight.of(dtype, attention.q_a_proj.weight).halves(),
+            token=token,
+            feature=feature,
             q_norm=Weight.of(dtype, attention.q_a_layernorm.weight),
             q_b=Weight.of(dtype, attention.q_b_proj.weight),
-            kv=Weight.of(dtype, attention.kv_a_proj_with_mqa.weight).halves(),
             kv_norm=Weight.of(dtype, attention.kv_a_layernorm.weight),
             kv_b=Weight.of(dtype, attention.kv_b_proj.weight),
             nope=config.latent.qk_nope_head_dim,
@@ -101,58 +128,59 @@ class LatentProjections(NamedTuple):
 
     def in_float8(self) -> LatentProjections:
         return self._replace(
-            q=_both_in_float8(self.q),
+            token=self.token.in_float8(),
+            feature=self.feature.in_float8(),
             q_b=self.q_b.in_float8(),
-            kv=_both_in_float8(self.kv),
             kv_b=self.kv_b.in_float8(),
         )
 
-    def queries(self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """[n, q_lora_rank], [n, H] -> queries [n, Hq, nope+rope], their last part rotated."""
-        latent = add_linear(entered, feature, self.q[1])
-        q = linear(norm(latent, self.q_norm, self.eps), self.q_b).unflatten(1, (self.heads, -1))
-        return torch.cat([q[..., : self.nope], rotary.rotate(q[..., self.nope :], positions)], -1), latent
+    def query_room(self, projected: Tensor) -> Tensor:
+        """[n, Q] -> [n, Hq, nope+rope]."""
+        return projected.new_empty(len(projected), self.heads, len(self.q_b.value) // self.heads)
+
+    def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, K] -> keys [n, Hq, nope+rope] and values [n, Hq, dv], as zeros."""
+        rank, both = len(self.kv_norm.value), len(self.kv_b.value) // self.heads
+        rope = projected.shape[1] - rank
+        keys = projected.new_zeros(len(projected), self.heads, self.nope + rope)
+        return keys, projected.new_zeros(len(projected), self.heads, both - self.nope)
+
+    def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+        """[n, Q] -> queries [n, Hq, nope+rope], their last part rotated."""
+        q = linear(norm(projected, self.q_norm, self.eps), self.q_b).view(len(projected), self.heads, -1)
+        rotary.rotate(q[..., self.nope :], positions)
+        return q
 
     def queries_backward(
-        self, d_q: Tensor, latent: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary
-    ) -> Gradients:
-        d_rotated = rotary.rotate_backward(d_q[..., self.nope :], positions)
-        d_heads = torch.cat([d_q[..., : self.nope], d_rotated], -1).flatten(1)
-        d_normed = linear_backward(d_heads, norm(latent, self.q_norm, self.eps), self.q_b)
-        d_entered = norm_backward(d_normed, latent, self.q_norm, self.eps)
-        return d_entered, linear_backward(d_entered, feature, self.q[1])
+        self, d_q: Tensor, projected: Tensor, d_projected: Tensor, positions: Tensor, rotary: Rotary
+    ) -> None:
+        """Write the gradient of [n, Q] to `d_projected`; overwrites that of the queries."""
+        rotary.rotate_backward(d_q[..., self.nope :], positions)
+        d_normed = linear_backward(d_q.flatten(1), norm(projected, self.q_norm, self.eps), self.q_b)
+        d_projected.copy_(norm_backward(d_normed, projected, self.q_norm, self.eps))
 
-    def keys(
-        self, entered: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[n, kv_lora_rank+rope], [n, H] -> keys [n, Hq, nope+rope] and values [n, Hq, dv].
-
-        All heads share the rotated part.
-        """
-        compressed = add_linear(entered, feature, self.kv[1])
-        latent, shared = self._split(compressed)
+    def keys(self, projected: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotary: Rotary) -> None:
+        """Write keys and values of [n, K] into their room. All heads share the rotated part, rotated in place."""
+        latent, shared = self._split(projected)
         heads = linear(norm(latent, self.kv_norm, self.eps), self.kv_b).unflatten(1, (self.heads, -1))
         rotated = rotary.rotate(shared[:, None], positions).expand(-1, self.heads, -1)
-        return torch.cat([heads[..., : self.nope], rotated], -1), heads[..., self.nope :].contiguous(), compressed
+        torch.cat([heads[..., : self.nope], rotated], -1, out=k)
+        v.copy_(heads[..., self.nope :])
 
     def keys_backward(
-        self, d_k: Tensor, d_v: Tensor, compressed: Tensor, feature: Tensor, positions: Tensor, rotary: Rotary
-    ) -> Gradients:
-        latent, _ = self._split(compressed)
+        self, d_k: Tensor, d_v: Tensor, projected: Tensor, d_projected: Tensor, positions: Tensor, rotary: Rotary
+    ) -> None:
+        """Write the gradient of [n, K] to `d_projected`."""
+        latent, (d_latent, d_shared) = self._split(projected)[0], self._split(d_projected)
         d_heads = torch.cat([d_k[..., : self.nope], d_v], -1).flatten(1)
-        d_shared = rotary.rotate_backward(d_k[..., self.nope :].sum(1, keepdim=True), positions)[:, 0]
         d_normed = linear_backward(d_heads, norm(latent, self.kv_norm, self.eps), self.kv_b)
-        d_latent = norm_backward(d_normed, latent, self.kv_norm, self.eps)
-        d_entered = torch.cat([d_latent, d_shared], -1)
-        return d_entered, linear_backward(d_entered, feature, self.kv[1])
+        d_latent.copy_(norm_backward(d_normed, latent, self.kv_norm, self.eps))
+        torch.sum(d_k[..., self.nope :], 1, out=d_shared)
+        rotary.rotate_backward(d_shared[:, None], positions)
 
-    def _split(self, compressed: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         rank = len(self.kv_norm.value)
-        return compressed[:, :rank], compressed[:, rank:]
-
-
-def _both_in_float8(halves: tuple[Weight, Weight]) -> tuple[Weight, Weight]:
-    return halves[0].in_float8(), halves[1].in_float8()
+        return projected[:, :rank], projected[:, rank:]
 
 
 Projections = GroupedProjections | LatentProjections

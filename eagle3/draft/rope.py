@@ -23,31 +23,38 @@ class Rotary(NamedTuple):
     """pairs are (0,1), (2,3).. as in DeepSeek; else (0,d/2), (1,d/2+1).. as in Llama"""
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate heads [n, heads, d] by their positions [n]; float32 inside."""
-        return _rotate(x, positions, self.cos, self.sin, self.interleaved)
+        """Rotate heads [n, heads, d] by their positions [n], in place; float32 inside."""
+        return _rotate(x, positions, self.cos, self.sin, 1.0, self.interleaved)
 
     def rotate_backward(self, d_out: Tensor, positions: Tensor) -> Tensor:
-        """The gradient of `rotate`: a rotation by the negative angle."""
-        return _rotate(d_out, positions, self.cos, -self.sin, self.interleaved)
+        """The gradient of `rotate`, in place: a rotation by the negative angle."""
+        return _rotate(d_out, positions, self.cos, self.sin, -1.0, self.interleaved)
 
 
 def rotary(config: DraftConfig, positions: int, device: torch.device) -> Rotary:
-    """Return a draft's rotations by 0 .. positions-1.
+    """Return a draft's rotations by 0 .. positions-1, and some more: the tables of a run are few, and kept.
 
     Scaled types (linear, llama3, yarn) come from transformers' own functions.
     """
     dim = config.latent.qk_rope_head_dim if config.latent else config.head_dim
     parameters = tuple(sorted(config.rope_parameters.items()))
-    frequencies, scale = _frequencies(dim, config.max_position_embeddings, parameters, device)
+    rounded = 1 << (positions - 1).bit_length()
+    return Rotary(
+        *_tables(rounded, dim, config.max_position_embeddings, parameters, device),
+        interleaved=config.latent is not None,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(
+    positions: int, dim: int, max_positions: int, parameters: tuple[tuple[str, Any], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    frequencies, scale = _frequencies(dim, max_positions, dict(parameters), device)
     angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies
-    return Rotary(angles.cos() * scale, angles.sin() * scale, interleaved=config.latent is not None)
+    return angles.cos() * scale, angles.sin() * scale
 
 
-@functools.cache
-def _frequencies(
-    dim: int, max_positions: int, parameters: tuple[tuple[str, Any], ...], device: torch.device
-) -> tuple[Tensor, float]:
-    values = dict(parameters)
+def _frequencies(dim: int, max_positions: int, values: dict[str, Any], device: torch.device) -> tuple[Tensor, float]:
     if values["rope_type"] == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         return values["rope_theta"] ** -exponents, 1.0
@@ -71,12 +78,14 @@ def softmax_scale(config: DraftConfig) -> float:
 
 
 @kernel_on_gpu
-def _rotate(x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    cos, sin = cosines[positions][:, None], sines[positions][:, None]
+def _rotate(
+    x: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor, direction: float, interleaved: bool
+) -> Tensor:
+    cos, sin = cosines[positions][:, None], direction * sines[positions][:, None]
     if interleaved:
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = x.float().chunk(2, dim=-1)
     rotated = first * cos - second * sin, second * cos + first * sin
     joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return joined.to(x.dtype)
+    return x.copy_(joined)

@@ -44,10 +44,17 @@ class Row:
     """[R] int64: its place among the attention's queries"""
     alive: tuple[int, ...]
     """n_t for every step with roots alive"""
+    starts: Tensor
+    """[steps+1] int64: where each step's outputs start among all [M], and M"""
+    ahead: Tensor
+    """[M] int64: the rank of root p+t for every (step t, root p), in the order of the unroll's outputs; its teacher
+    teaches the pair, and in step 0 it reads the token that the pair reads"""
     pairs: Tensor
     """[M] int64: all (step, root) pairs as places among the unroll's outputs, in the order of their teachers"""
-    pair_teachers: Tensor
-    """[M] int64: rank of the pair's teacher"""
+    pair_places: Tensor
+    """[M] int64: the inverse, where the unroll's outputs stand among the pairs"""
+    pair_steps: Tensor
+    """[M] int64: their steps t"""
     pair_bounds: list[int]
     """[R+1]: the pairs that teacher r teaches are pair_bounds[r] .. pair_bounds[r+1]-1"""
     pair_offsets: Tensor
@@ -61,11 +68,10 @@ class Row:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        segments = Segments(
-            self.segments.q,
-            self.segments.k,
-            self.segments.q_offsets.to(device, non_blocking=True),
-            self.segments.k_offsets.to(device, non_blocking=True),
+        segments = replace(
+            self.segments,
+            q_offsets=self.segments.q_offsets.to(device, non_blocking=True),
+            k_offsets=self.segments.k_offsets.to(device, non_blocking=True),
         )
         return replace(self, segments=segments, **moved)
 
@@ -108,10 +114,9 @@ def build_row(
         lifetimes = sample_lifetimes(lifetimes, decay, random)
     order = np.argsort(-lifetimes, kind="stable")
     alive = tuple(int(n) for t in range(unroll) if (n := (lifetimes > t).sum()))
-    # Root p at step t is taught by root p+t.
-    pair_teachers = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
-    pairs = np.argsort(pair_teachers, kind="stable")
-    bounds = np.searchsorted(pair_teachers[pairs], np.arange(len(order) + 1))
+    ahead = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
+    pairs = np.argsort(ahead, kind="stable")
+    bounds = np.searchsorted(ahead[pairs], np.arange(len(order) + 1))
     return Row(
         ids=tuple(states.id for states, _ in samples),
         aux=torch.cat([states.aux[: part.context] for (states, _), part in zip(samples, parts, strict=True)]),
@@ -123,8 +128,11 @@ def build_row(
         ranks=torch.from_numpy(order),
         slots=torch.from_numpy(np.concatenate(slots)[order]),
         alive=alive,
+        starts=torch.from_numpy(np.cumsum([0, *alive])),
+        ahead=torch.from_numpy(ahead),
         pairs=torch.from_numpy(pairs),
-        pair_teachers=torch.from_numpy(pair_teachers[pairs]),
+        pair_places=torch.from_numpy(np.argsort(pairs)),
+        pair_steps=torch.from_numpy(np.repeat(np.arange(len(alive)), alive)[pairs]),
         pair_bounds=bounds.tolist(),
         pair_offsets=torch.from_numpy(bounds),
         segments=Segments(

@@ -36,7 +36,7 @@ from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.timing import Timing
 from eagle3.draft.trackers import trackers
-from eagle3.draft.unroll import prepare, unroll
+from eagle3.draft.unroll import Weights, prepare, unroll
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog, write_json
@@ -134,8 +134,9 @@ class Run:
     def _step(self, number: int, stream: Iterator[Row]) -> None:
         step, settings = self.steps[number], self.settings
         totals = self.rows.counts(step.members).tolist()
+        weights = prepare(self.draft, self.embedding.dtype, float8=self.settings.float8)
         for _ in self._share(step):
-            self._accumulate(self._next(stream), totals)
+            self._accumulate(weights, self._next(stream), totals)
         rate = learning_rate(settings, number, len(self.steps))
         norm, skipped = self.optimizer.step(rate)
         self.streak = (self.streak + skipped) * skipped
@@ -166,9 +167,8 @@ class Run:
             self.timing.add(row)
         return row.to(self.device)
 
-    def _accumulate(self, row: Row, totals: Sequence[int]) -> None:
+    def _accumulate(self, weights: Weights, row: Row, totals: Sequence[int]) -> None:
         """Add one row's gradients."""
-        weights = prepare(self.draft, self.embedding.dtype, float8=self.settings.float8)
         hidden = unroll(weights, row, self.embedding)
         outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
         hidden.backward(outcome.gradient)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eagle3.draft.accelerate import kernel_on_gpu
-from eagle3.draft.attention import Keys, Places, attend, attend_backward
+from eagle3.draft.attention import Attention, Keys
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Draft, Layer, Norm
 from eagle3.draft.projections import GroupedProjections, LatentProjections, Projections
@@ -38,6 +38,7 @@ from eagle3.draft.rope import rotary
 from eagle3.draft.rows import Row
 from eagle3.draft.weights import (
     Weight,
+    add_linear,
     input_backward,
     linear,
     linear_backward,
@@ -149,19 +150,15 @@ class _Unroll(torch.autograd.Function):
 
 
 class _Step(NamedTuple):
-    """What backward needs of one step."""
+    """What backward needs of one step, besides what the pass has of all steps."""
 
-    stream: Tensor
-    """[n, H] g_{t-1}, likewise g_t with the attention's part alone, and g_t"""
-    middle: Tensor
-    result: Tensor
     q: Tensor
     attended: Tensor
     """[n, Hq, dv], and its log-sum-exp [n, Hq]"""
     lse: Tensor
+    middle: Tensor
+    """[n, H] g_t with the attention's part alone"""
     gate_up: Tensor
-    saved: tuple[Any, Any]
-    """by the projections"""
 
 
 class _Pass:
@@ -172,103 +169,116 @@ class _Pass:
         self.weights, self.row, self.tokens, self.aux, self.keep = weights, row, tokens, aux, keep
         self.heads, self.eps = weights.projections, weights.config.rms_norm_eps
         self.roots = row.root_context[row.ranks]
-        self.positions = row.positions[self.roots]
-        self.rotary = rotary(weights.config, row.segments.longest[1] + len(row.alive), tokens.device)
+        # Root p at step t is rotated as position p+t.
+        self.positions = row.positions[row.root_context[row.ahead]].split(row.alive)
+        self.rotary = rotary(weights.config, row.segments.longest[1], tokens.device)
         self.steps: list[_Step] = []
-        self.saved0: Any = None
 
     def forward(self) -> Tensor:
         """Return h_t of all steps [M, H]."""
-        w, row, rows = self.weights, self.row, self.row.root_context
-        entering = norm(self.tokens, w.input_norm, self.eps)
+        w, row = self.weights, self.row
         self.context = linear(self._mixed(), w.fc)
-        # Token p+1+t of root p stands at context position p+t, which is a root, too.
-        entered_kv = linear(entering, self.heads.kv[0])
-        entered = linear(entering.index_select(0, rows), self.heads.q[0]), entered_kv.index_select(0, rows)
-        normed = norm(self.context, w.hidden_norm, self.eps)
-        k0, v0, self.saved0 = self.heads.keys(entered_kv, normed, row.positions, self.rotary)
-        own = len(row.alive) - 1, max(row.alive[1:], default=0)
-        self.keys = Keys(k0, v0, k0.new_empty(*own, *k0.shape[1:]), v0.new_empty(*own, *v0.shape[1:]))
-        hidden = self.tokens.new_empty(sum(row.alive), self.tokens.shape[1])
+        self._start()
+        results: list[Tensor] = []
         stream = self.context.index_select(0, self.roots)
-        for t, output in enumerate(hidden.split(row.alive)):
-            stream = self._step(t, stream[: len(output)], *entered)
-            output.copy_(norm(stream, w.norm, self.eps))
-            if w.config.norm_output:
-                stream = output
-        return hidden
+        for t, n in enumerate(row.alive):
+            results.append(self._step(t, stream[:n]))
+            stream = norm(results[t], w.norm, self.eps) if w.config.norm_output else results[t]
+        self.results = torch.cat(results)
+        return norm(self.results, w.norm, self.eps)
 
-    def _step(self, t: int, stream: Tensor, entered_q: Tensor, entered_kv: Tensor) -> Tensor:
-        """g_{t-1} [n, H] and the token halves of queries and keys [R, ...] -> g_t."""
-        w, n = self.weights, len(stream)
-        positions, ranks = self.positions[:n] + t, self.row.ranks[:n] + t
+    def _start(self) -> None:
+        """Project the tokens for all steps, and make the keys and values of step 0."""
+        w, row, heads = self.weights, self.row, self.heads
+        entering = norm(self.tokens, w.input_norm, self.eps)
+        self.projected0 = linear(entering, heads.token.kv)
+        # Token p+1+t of root p stands at context position p+t, which is a root, too.
+        q = linear(entering.index_select(0, row.root_context), heads.token.q)
+        entered = torch.cat([q, self.projected0.index_select(0, row.root_context)], 1)
+        self.projected = entered.index_select(0, row.ahead)
+        add_linear(self.projected0, norm(self.context, w.hidden_norm, self.eps), heads.feature.kv)
+        keys = self._room(self.projected0, self.projected)
+        heads.keys(self.projected0, keys.k0, keys.v0, row.positions, self.rotary)
+        self.attention = Attention(keys, row.slots, row.segments, heads.scale)
+
+    def _room(self, projected0: Tensor, projected: Tensor) -> Keys:
+        """Where keys and values go, or their gradients; roots have none of their own in step 0."""
+        own = self._halves(projected[self.row.alive[0] :])[1]
+        return Keys(*self.heads.key_room(projected0), *self.heads.key_room(own), self.row.starts[1:])
+
+    def _own(self, keys: Keys, t: int) -> tuple[Tensor, Tensor]:
+        """The roots' own keys and values of step t > 0 alone."""
+        k, v = (x.split(self.row.alive[1:])[t - 1] for x in (keys.own_k, keys.own_v))
+        return k, v
+
+    def _step(self, t: int, stream: Tensor) -> Tensor:
+        """g_{t-1} [n, H] -> g_t."""
+        w, heads = self.weights, self.heads
         normed = norm(stream, w.hidden_norm, self.eps)
-        q, saved_q = self.heads.queries(entered_q.index_select(0, ranks), normed, positions, self.rotary)
-        saved_kv = None
+        projected = self.projected.split(self.row.alive)[t]
+        for_q, for_kv = self._halves(projected)
         if t > 0:
-            k, v, saved_kv = self.heads.keys(entered_kv.index_select(0, ranks), normed, positions, self.rotary)
-            self.keys.own_k[t - 1, :n], self.keys.own_v[t - 1, :n] = k, v
-        attended, lse = attend(q, _until(self.keys, t, n), self._places(n), self.heads.scale)
+            add_linear(projected, normed, heads.feature.whole)
+            heads.keys(for_kv, *self._own(self.attention.keys, t), self.positions[t], self.rotary)
+        else:
+            add_linear(for_q, normed, heads.feature.q)
+        q = heads.queries(for_q, self.positions[t], self.rotary)
+        attended, lse = self.attention.forward(q, t)
         residual = normed if w.config.norm_before_residual else stream
         middle = linear(attended.flatten(1), w.output, residual)
         gate_up = linear(norm(middle, w.post_norm, self.eps), w.gate_up)
-        result = linear(swiglu(gate_up), w.down, middle)
         if self.keep:
-            self.steps.append(_Step(stream, middle, result, q, attended, lse, gate_up, (saved_q, saved_kv)))
-        return result
+            self.steps.append(_Step(q, attended, lse, middle, gate_up))
+        return linear(swiglu(gate_up), w.down, middle)
 
     def backward(self, d_hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the outputs [M, H] -> gradients of the tokens' embeddings [C, H] and of g_{-1} [C, H]."""
-        row = self.row
-        self.gradients = Keys(*(torch.zeros_like(x) for x in self.keys))
-        # Gradients of what the token halves of the projections gave to every (step, root).
-        d_entered: list[tuple[Tensor, Tensor]] = []
+        w, row = self.weights, self.row
+        self.d_projected0, self.d_projected = torch.zeros_like(self.projected0), torch.empty_like(self.projected)
+        self._halves(self.d_projected)[1].zero_()
+        self.gradients = self._room(self.d_projected0, self.d_projected)
+        if not w.config.norm_output:
+            d_hidden = norm_backward(d_hidden, self.results, w.norm, self.eps)
         d_stream = d_hidden.new_empty(0, d_hidden.shape[1])
         for t, d_output in reversed(list(enumerate(d_hidden.split(row.alive)))):
-            d_stream, d_normed, *entered = self._step_backward(t, d_output, d_stream)
-            d_entered.insert(0, (entered[0], entered[1]))
-        # Root p at step t reads the token of root p+t, which is also its teacher.
-        d_q, d_kv = (_sum_rows(torch.cat(x), row.pairs, row.pair_offsets) for x in zip(*d_entered, strict=True))
-        return self._start_backward(d_stream, d_normed, d_q, d_kv)
+            d_stream = self._step_backward(t, self._result_backward(t, d_output, d_stream))
+        return self._start_backward(d_stream)
 
-    def _step_backward(self, t: int, d_output: Tensor, d_next: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Go back one step.
+    def _result_backward(self, t: int, d_output: Tensor, d_next: Tensor) -> Tensor:
+        """Gradient of g_t from those of h_t by the loss (or of g_t itself) and of what step t+1 read [n_{t+1}, H]."""
+        if not self.weights.config.norm_output:
+            return _add_first(d_output, d_next)
+        d_output = _add_first(d_output.clone(), d_next)
+        return norm_backward(d_output, self.results.split(self.row.alive)[t], self.weights.norm, self.eps)
 
-        Args:
-            t: the step.
-            d_output: [n, H] gradient of h_t from the loss.
-            d_next: [n_{t+1}, H] gradient of what step t+1 read.
-
-        Returns:
-            gradients of what this step read: g_{t-1}, its norm (in step 0 alone; else it is part of the first), and
-            the token halves of queries and keys.
-        """
-        w, step, n = self.weights, self.steps.pop(), len(d_output)
-        positions, norm_output = self.positions[:n] + t, self.weights.config.norm_output
-        if norm_output:
-            d_output = _add_first(d_output.clone(), d_next)
-        d_result = norm_backward(d_output, step.result, w.norm, self.eps)
-        d_middle = self._mlp_backward(d_result if norm_output else _add_first(d_result, d_next), step)
+    def _step_backward(self, t: int, d_result: Tensor) -> Tensor:
+        """Gradient of g_t [n, H] -> that of g_{t-1}; those of keys, values and projected tokens stay in the pass."""
+        w, heads, step = self.weights, self.heads, self.steps.pop()
+        d_middle = self._mlp_backward(d_result, step)
         d_attended = linear_backward(d_middle, step.attended.flatten(1), w.output).view_as(step.attended)
-        keys, gradients = _until(self.keys, t, n), _until(self.gradients, t, n)
-        d_q = attend_backward(
-            d_attended, step.q, step.attended, step.lse, keys, gradients, self._places(n), self.heads.scale
-        )
-        normed = norm(step.stream, w.hidden_norm, self.eps)
-        saved_q, saved_kv = step.saved
-        d_entered_q, d_normed = self.heads.queries_backward(d_q, saved_q, normed, positions, self.rotary)
+        projected, d_projected = (x.split(self.row.alive)[t] for x in (self.projected, self.d_projected))
+        (for_q, for_kv), (d_for_q, d_for_kv) = self._halves(projected), self._halves(d_projected)
+        d_q = heads.query_room(d_for_q)
+        self.attention.backward(d_attended, step.q, step.attended, step.lse, t, self.gradients, d_q)
+        heads.queries_backward(d_q, for_q, d_for_q, self.positions[t], self.rotary)
+        stream = self._stream(t)
+        normed = norm(stream, w.hidden_norm, self.eps)
         if t > 0:
-            d_own = gradients.own_k[-1], gradients.own_v[-1]
-            d_entered_kv, d_feature = self.heads.keys_backward(*d_own, saved_kv, normed, positions, self.rotary)
-            d_normed += d_feature
+            d_own = self._own(self.gradients, t)
+            heads.keys_backward(*d_own, for_kv, d_for_kv, self.positions[t], self.rotary)
+            d_normed = linear_backward(d_projected, normed, heads.feature.whole)
         else:
-            d_entered_kv = d_normed.new_zeros(n, len(self.heads.kv[0].value))
+            d_normed = linear_backward(d_for_q, normed, heads.feature.q)
         if w.config.norm_before_residual:
-            d_normed += d_middle
-            d_middle = torch.zeros_like(d_middle)
-        if t > 0:
-            d_middle = norm_backward(d_normed, step.stream, w.hidden_norm, self.eps, d_middle)
-        return d_middle, d_normed, d_entered_q, d_entered_kv
+            return norm_backward(d_normed.add_(d_middle), stream, w.hidden_norm, self.eps)
+        return norm_backward(d_normed, stream, w.hidden_norm, self.eps, d_middle)
+
+    def _stream(self, t: int) -> Tensor:
+        """What step t read [n, H]."""
+        if t == 0:
+            return self.context.index_select(0, self.roots)
+        before = self.results.split(self.row.alive)[t - 1][: self.row.alive[t]]
+        return norm(before, self.weights.norm, self.eps) if self.weights.config.norm_output else before
 
     def _mlp_backward(self, d_result: Tensor, step: _Step) -> Tensor:
         w = self.weights
@@ -277,21 +287,21 @@ class _Pass:
         d_normed = linear_backward(d_gate_up, norm(step.middle, w.post_norm, self.eps), w.gate_up)
         return norm_backward(d_normed, step.middle, w.post_norm, self.eps, d_result)
 
-    def _start_backward(self, d_stream: Tensor, d_normed: Tensor, d_q: Tensor, d_kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Go back from the gradients of the roots' g_{-1}, its norm, and the token halves [R, ...] to the inputs."""
-        w, row, rows, heads = self.weights, self.row, self.row.root_context, self.heads
+    def _start_backward(self, d_stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Go back from the gradient of the roots' g_{-1} [R, H], and those in the pass, to the inputs."""
+        w, row, heads, gradients = self.weights, self.row, self.heads, self.gradients
+        heads.keys_backward(gradients.k0, gradients.v0, self.projected0, self.d_projected0, row.positions, self.rotary)
         normed = norm(self.context, w.hidden_norm, self.eps)
-        d_entered_kv, d_context = heads.keys_backward(
-            self.gradients.k0, self.gradients.v0, self.saved0, normed, row.positions, self.rotary
-        )
-        d_context.index_add_(0, self.roots, d_normed)
-        d_context = norm_backward(d_context, self.context, w.hidden_norm, self.eps)
+        d_normed = linear_backward(self.d_projected0, normed, heads.feature.kv)
+        d_context = norm_backward(d_normed, self.context, w.hidden_norm, self.eps)
         d_context.index_add_(0, self.roots, d_stream)
         weight_backward(d_context, self._mixed(), w.fc)
         entering = norm(self.tokens, w.input_norm, self.eps)
-        d_entered_kv.index_add_(0, rows, d_kv)
-        d_entering = linear_backward(d_entered_kv, entering, heads.kv[0])
-        d_entering.index_add_(0, rows, linear_backward(d_q, entering.index_select(0, rows), heads.q[0]))
+        d_q, d_kv = self._halves(_sum_rows(self.d_projected, row.pairs, row.pair_offsets))
+        self.d_projected0.index_add_(0, row.root_context, d_kv)
+        d_entering = linear_backward(self.d_projected0, entering, heads.token.kv)
+        d_roots = linear_backward(d_q, entering.index_select(0, row.root_context), heads.token.q)
+        d_entering.index_add_(0, row.root_context, d_roots)
         return norm_backward(d_entering, self.tokens, w.input_norm, self.eps), d_context
 
     def _mixed(self) -> Tensor:
@@ -308,18 +318,15 @@ class _Pass:
         parts = zip(d_mixed.view_as(self.aux).unbind(1), self.aux.unbind(1), self.weights.fc_norm, strict=True)
         return torch.stack([norm_backward(d, part, weight, self.eps) for d, part, weight in parts], 1)
 
-    def _places(self, n: int) -> Places:
-        return Places.of(self.row.slots[:n], self.row.segments)
-
-
-def _until(keys: Keys, t: int, n: int) -> Keys:
-    """The part that n roots see at step t."""
-    return keys._replace(own_k=keys.own_k[:t, :n], own_v=keys.own_v[:t, :n])
+    def _halves(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns for queries, and those for keys and values."""
+        queries = len(self.heads.token.q.value)
+        return projected[:, :queries], projected[:, queries:]
 
 
 def _add_first(x: Tensor, first: Tensor) -> Tensor:
     """Add to the first rows, in place."""
-    x[: len(first)] += first
+    x[: len(first)].add_(first)
     return x
 
 

@@ -6,6 +6,8 @@ product, straight into the parameters' `.grad`: no gradient of a weight exists i
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ class Weight(NamedTuple):
         with torch.no_grad():
             for parameter, rows in zip(parameters, value.split([len(p) for p in parameters]), strict=True):
                 rows.copy_(parameter)
-        gradients = tuple(_gradient(parameter) for parameter in parameters) if torch.is_grad_enabled() else ()
+        gradients = _joined([_gradient(parameter) for parameter in parameters]) if torch.is_grad_enabled() else ()
         return cls(value, gradients)
 
     def halves(self) -> tuple[Weight, Weight]:
@@ -43,6 +45,12 @@ class Weight(NamedTuple):
         values, gradients = self.value.chunk(2, 1), [gradient.chunk(2, 1) for gradient in self.gradients]
         first, second = (Weight(value, tuple(g[i] for g in gradients)) for i, value in enumerate(values))
         return first, second
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """The weight of some of the outputs."""
+        edges = itertools.accumulate((len(gradient) for gradient in self.gradients), initial=0)
+        parts = [g[max(start - edge, 0) : max(stop - edge, 0)] for g, edge in zip(self.gradients, edges, strict=False)]
+        return Weight(self.value[start:stop], tuple(part for part in parts if len(part)))
 
     def in_float8(self) -> Weight:
         """Let the products with x and its gradient run in float8, if the shape allows."""
@@ -53,6 +61,16 @@ def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
+
+
+def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor for gradients that follow each other in memory, as the optimizer lays them: one product fills it."""
+    for one, other in itertools.pairwise(gradients):
+        shared = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        if not shared or one.storage_offset() + one.numel() != other.storage_offset():
+            return tuple(gradients)
+    first = gradients[0]
+    return (first.as_strided((sum(map(len, gradients)), *first.shape[1:]), first.stride()),)
 
 
 def linear(x: Tensor, weight: Weight, plus: Tensor | None = None) -> Tensor:
@@ -102,19 +120,18 @@ def norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
 
 def norm_backward(d_out: Tensor, x: Tensor, weight: Weight, eps: float, plus: Tensor | None = None) -> Tensor:
     """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape."""
-    d_x, d_weight = _norm_backward(d_out, x, weight.value, eps, plus)
-    weight.gradients[0].add_(d_weight)
-    return d_x
+    return _norm_backward(d_out, x, weight.value, eps, plus, weight.gradients[0])
 
 
 @kernel_on_gpu
-def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None) -> tuple[Tensor, Tensor]:
+def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor) -> Tensor:
     d, wide = d_out.float(), x.float()
     inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     normed = wide * inverse
     d_normed = d * weight
     d_x = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)) * inverse
-    return (d_x if plus is None else d_x + plus).to(x.dtype), (d * normed).sum(0)
+    total.add_((d * normed).sum(0))
+    return (d_x if plus is None else d_x + plus).to(x.dtype)
 
 
 @kernel_on_gpu

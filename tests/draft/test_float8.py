@@ -105,7 +105,8 @@ def test_weights_of_other_lengths_and_the_vocabulary_stay_as_they_are() -> None:
         assert Weight(randn(*shape), ()).in_float8().float8 is None
     draft = random_draft(tiny_config(), torch.Generator().manual_seed(1))
     weights = prepare(draft, torch.float32, float8=True)
-    layer = [weights.fc, *weights.projections.q, *weights.projections.kv, weights.output, weights.gate_up, weights.down]
+    halves = [weight for half in (weights.projections.token, weights.projections.feature) for weight in half]
+    layer = [weights.fc, *halves, weights.output, weights.gate_up, weights.down]
     assert all(weight.float8 is not None for weight in layer)
     assert weights.lm_head.float8 is None
 

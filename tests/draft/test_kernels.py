@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -43,22 +44,37 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("heads", "groups", "d", "dv", "steps"), [(6, 2, 12, 12, 3), (4, 4, 24, 16, 1)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "d", "dv", "steps"), [(6, 2, 12, 12, 3), (4, 4, 24, 16, 1), (3, 1, 8, 8, 0)]
+)
 def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, steps: int) -> None:
     n, scale = 5, 0.3
-    q, out, lse = randn(n, heads, d), randn(n, heads, dv), randn(n, heads)
-    # Parts of larger tensors, as in the unroll.
-    keys, values = (randn(steps + 1, n + 2, groups, size)[:steps, :n] for size in (d, dv))
-    joint, total = attention._fold(q, out, lse, scale, keys, values)
-    close(kernels.fold(q, out, lse, scale, keys, values), (joint, total))
+    # Parts of larger tensors, as in the unroll: queries beside keys, heads of the log-sum-exp apart.
+    q = randn(n, heads + groups, d)[:, :heads]
+    slots = torch.randperm(n + 3, generator=torch.Generator().manual_seed(0))[:n]
+    out, lse = randn(n + 3, heads, dv + 4)[..., :dv], randn(heads, n + 3).mT
+    starts = 5 + torch.cat([torch.tensor([0]), (n + 2 - torch.arange(3)).cumsum(0)])
+    own = [randn(30, groups + 1, size)[:, 1:] for size in (d, dv)]
+    keys = attention.Keys(q, q, *own, starts)
+    joint, total = attention._fold(q, out, lse, slots, keys, steps, scale)
+    close(kernels.fold(q, out, lse, slots, keys, steps, scale), (joint, total))
 
     def gradients(backward: Any) -> tuple[Tensor, ...]:
-        before = [-randn(steps + 1, n + 2, groups, size) for size in (d, dv)]
-        parts = [x[:steps, :n] for x in before]
-        dq = backward(randn(n + 1, heads, d)[:n], randn(n, heads, dv), q, joint, total, scale, keys, values, *parts)
-        return dq, *before
+        d_q, before = randn(n, heads + groups, d), [-randn(30, groups + 1, size) for size in (d, dv)]
+        changed = attention.Keys(q, q, *(x[:, 1:] for x in before), starts)
+        d_wide, d_out = randn(n + 3, heads, d), randn(n, heads, dv)
+        backward(d_q[:, :heads], d_wide, d_out, q, joint, total, slots, keys, changed, steps, scale)
+        return d_q, *before
 
     close(gradients(kernels.fold_backward), gradients(attention._fold_backward))
+
+    def spread(kernel: Any, parts: int) -> tuple[Tensor, ...]:
+        wide = randn(n + 3, heads, d), *randn(2, n + 3, heads, dv), randn(heads, n + 3).mT
+        kernel(slots, (q, randn(n, heads, dv), joint, total)[:parts], wide[:parts])
+        return wide
+
+    for parts in (1, 4):
+        close(spread(kernels.spread, parts), spread(attention._spread, parts))
 
 
 @interpreted
@@ -83,13 +99,15 @@ def test_element_wise_work(kernels: Any) -> None:
     close(kernels.swiglu_backward(d_out, gate_up), weights.swiglu_backward(d_out, gate_up))
     x, weight, d_x = randn(9, 50)[:, :40], randn(40), randn(9, 40)
     for plus in (None, randn(9, 40)):
-        expected = weights._norm_backward(d_x, x, weight, 1e-5, plus)
-        close(kernels.norm_backward(d_x, x, weight, 1e-5, plus), expected)
+        total, expected_total = randn(41)[1:], randn(41)[1:]
+        expected = weights._norm_backward(d_x, x, weight, 1e-5, plus, expected_total)
+        close([kernels.norm_backward(d_x, x, weight, 1e-5, plus, total), total], [expected, expected_total])
     cos, sin, positions = randn(50, 6), randn(51, 6)[:50], torch.randint(50, (7,))
-    heads = randn(7, 2, 3, 12)[:, 0]
-    for interleaved in (False, True):
-        found = kernels.rotate(heads, positions, cos, sin, interleaved)
-        close([found], [rope._rotate(heads, positions, cos, sin, interleaved)])
+    for interleaved, direction in itertools.product((False, True), (1.0, -1.0)):
+        found, expected = randn(7, 2, 3, 12), randn(7, 2, 3, 12)
+        kernels.rotate(found[:, 0], positions, cos, sin, direction, interleaved)
+        rope._rotate(expected[:, 0], positions, cos, sin, direction, interleaved)
+        close([found], [expected])
     # A row of zeros, one with a huge value, and values that are not finite. No value is to be rounded up to a power of
     # two: the interpreter loses the carry.
     spread = (randn(6, 200) * torch.exp2(5 * randn(6, 1)))[:, :144]

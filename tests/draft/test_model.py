@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle3.draft import unroll as unroll_module
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.objective import Objective, Teacher, projected_loss
+from eagle3.draft.optimizer import Optimizer
 from eagle3.draft.rows import build_row
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.unroll import prepare, unroll
@@ -153,6 +154,28 @@ def test_a_pass_makes_its_tensors_where_its_inputs_are(name: str) -> None:
     with torch.device("meta"):
         found = gradients()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["eagle-3", "mla"])
+def test_gradients_are_the_same_where_the_optimizer_lays_them_together(name: str) -> None:
+    states = random_states("a", 20, [(3, 20)], torch.Generator().manual_seed(6))
+    row = build_row([(states, [(3, 20)])], unroll=3)
+
+    def gradients(*, together: bool) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(9)
+        draft = random_draft(tiny_config(**VARIANTS[name]), generator)
+        if together:
+            Optimizer(draft.named_parameters(), DraftSettings())
+        weights = prepare(draft, torch.float32)
+        assert len(weights.gate_up.gradients) == (1 if together else 2)
+        assert len(weights.projections.feature.whole.gradients) == 1 or not together
+        hidden = unroll(weights, row, torch.randn(V, H, generator=generator))
+        hidden.backward(torch.randn(hidden.shape, generator=generator))
+        return {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+
+    apart = gradients(together=False)
+    for name, gradient in gradients(together=True).items():
+        torch.testing.assert_close(gradient, apart[name], rtol=1e-5, atol=1e-6)
 
 
 def test_packed_rows_equal_the_same_samples_alone() -> None:

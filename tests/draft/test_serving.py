@@ -92,7 +92,7 @@ def serve(document: Document, drafts: int) -> set[Verified]:
 
 def trained(row: Row) -> list[Verified]:
     """Return what a packed row trains, read off the tensors that the model reads."""
-    teacher_of = dict(zip(row.pairs.tolist(), row.pair_teachers.tolist(), strict=True))
+    teacher_of = dict(zip(row.pairs.tolist(), row.ahead[row.pairs].tolist(), strict=True))
     found = []
     output = 0
     for step, count in enumerate(row.alive):
