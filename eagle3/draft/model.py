@@ -120,8 +120,8 @@ def _attention_weights(config: DraftConfig) -> nn.Module:
         shape = config.latent
         linears = {
             "q_a_proj": (2 * H, shape.q_lora_rank),
-            "q_b_proj": (shape.q_lora_rank, heads * config.head_dim),
             "kv_a_proj_with_mqa": (2 * H, shape.kv_lora_rank + shape.qk_rope_head_dim),
+            "q_b_proj": (shape.q_lora_rank, heads * config.head_dim),
             "kv_b_proj": (shape.kv_lora_rank, heads * (shape.qk_nope_head_dim + shape.v_head_dim)),
             "o_proj": (heads * shape.v_head_dim, H),
         }
