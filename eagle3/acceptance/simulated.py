@@ -15,6 +15,7 @@ from eagle3.draft.model import load_draft
 from eagle3.draft.objective import Objective, Teacher
 from eagle3.draft.samples import Rows, read_samples
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.summary import Summariser
 from eagle3.draft.train import choose_device
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
@@ -59,9 +60,11 @@ def make(
     samples, unsupervised = read_samples(evaluation)
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
     head = head_weights(load_target(target))
+    rows = Rows(samples, reader, settings.drafts, device)
+    rows.summarise(Summariser(head, trained.target_ids, device, dtype))
     found = evaluate(
         trained,
-        Rows(samples, reader, settings.drafts, device),
+        rows,
         Teacher.of(head, trained.target_ids, device, dtype),
         head.embedding.to(device, dtype),
         Objective.of(DraftSettings(unroll=settings.drafts), sampled=False),

@@ -45,7 +45,7 @@ def evaluate(
 
     Args:
         draft: on the device of `embedding`.
-        rows: samples; their unroll is at least `drafts`.
+        rows: samples, summarised; their unroll is at least `drafts`.
         teacher: the target's head.
         embedding: [V, H], in compute dtype.
         objective: for the loss that is reported.

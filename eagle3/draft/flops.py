@@ -26,7 +26,7 @@ def training_flops(config: DraftConfig, row: Row) -> float:
     rest = PRODUCT * pairs * (heads * value_dim * H + 3 * H * width + H * Vd)
     visible = sum(n * _visible_keys(row) / roots + n * t for t, n in enumerate(row.alive))
     attention = ATTENTION * visible * heads * (config.head_dim + value_dim)
-    teacher = roots * H * config.vocab_size
+    teacher = roots * H * Vd
     return 2 * (combined + tokens + features + rest + attention + teacher)
 
 

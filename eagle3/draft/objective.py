@@ -58,20 +58,17 @@ class Objective:
 
 
 class Teacher(NamedTuple):
-    """The target's head, with the rows of the draft vocabulary first: l[D] is a slice of l."""
+    """The target's head on the draft vocabulary."""
 
     norm: Tensor
     lm_head: Tensor
-    """[V, H]"""
+    """[Vd, H]"""
     eps: float
-    draft_vocab_size: int
 
     @classmethod
     def of(cls, head: HeadWeights, target_ids: Tensor, device: torch.device, dtype: torch.dtype) -> Teacher:
-        chosen = torch.zeros(len(head.lm_head), dtype=torch.bool).index_fill_(0, target_ids.cpu(), True)
-        order = torch.cat([target_ids.cpu(), (~chosen).nonzero()[:, 0]])
-        lm_head = head.lm_head.to(device, dtype)[order.to(device)]
-        return cls(head.norm.to(device, dtype), lm_head, head.rms_norm_eps, len(target_ids))
+        lm_head = head.lm_head[target_ids.to(head.lm_head.device)].to(device, dtype)
+        return cls(head.norm.to(device, dtype), lm_head, head.rms_norm_eps)
 
 
 class Outcome(NamedTuple):
@@ -99,7 +96,7 @@ def projected_loss(
         hidden: h_t of all steps [M, H], from `unroll`.
         lm_head: [Vd, H].
         teacher: the target's head.
-        row: the row that `hidden` belongs to.
+        row: the row that `hidden` belongs to, built with summaries.
         objective: loss and step weights.
         totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
     """
@@ -109,15 +106,17 @@ def projected_loss(
     weights = torch.tensor(scales, device="cpu").to(device, non_blocking=True)[row.pair_steps]
     # In the order of `pairs`, and of teachers.
     gradient = torch.empty_like(hidden) if lm_head.gradients else None
-    losses, choices, tops = [], [], []
-    for taught, chunk in _chunks(row, len(teacher.lm_head), len(lm_head.value), device):
-        lesson = _lesson(row.teacher[taught], teacher, objective)
+    losses, choices = [], []
+    assert row.top is not None
+    assert row.lse is not None
+    for taught, chunk in _chunks(row, len(lm_head.value), device):
+        logits = project(row.teacher[taught], *teacher)
+        lesson = _Lesson(*_targets(logits, row.top[taught], row.lse[taught], objective.loss, objective.true_mass))
         states = hidden.index_select(0, row.pairs[chunk])
         logits = linear(states, lm_head)
         loss, choice, d_logits = _student(logits, row, taught, chunk, weights[chunk], lesson, objective)
         losses.append(loss)
         choices.append(choice)
-        tops.append(lesson.top)
         if gradient is not None:
             torch.mm(d_logits, lm_head.value, out=gradient[chunk])
             weight_backward(d_logits, states, lm_head)
@@ -127,7 +126,7 @@ def projected_loss(
         gradient=None if gradient is None else gradient.index_select(0, row.pair_places),
         loss=loss[row.pair_places],
         drafted=drafted,
-        correct=drafted == torch.cat(tops)[row.ahead],
+        correct=drafted == row.top[row.ahead],
     )
 
 
@@ -142,34 +141,28 @@ class _Lesson(NamedTuple):
     """[B], sum of target log target"""
     true: Tensor
     """[B, Vd], r (empty unless the loss reads it)"""
-    top: Tensor
-    """[B] int64; below Vd if the most likely token is in the draft vocabulary"""
 
 
-def _lesson(states: Tensor, teacher: Teacher, objective: Objective) -> _Lesson:
-    normed = functional.rms_norm(states.to(teacher.norm.dtype), teacher.norm.shape, teacher.norm, teacher.eps)
+def project(states: Tensor, norm: Tensor, lm_head: Tensor, eps: float) -> Tensor:
+    """Last-layer states [B, H] -> the target's logits [B, rows of lm_head], float32."""
+    normed = functional.rms_norm(states.to(norm.dtype), norm.shape, norm, eps)
     if normed.is_cuda and normed.dtype != torch.float32:
-        logits = torch.mm(normed, teacher.lm_head.mT, out_dtype=torch.float32)
-    else:
-        logits = functional.linear(normed, teacher.lm_head)
-    return _Lesson(*_targets(logits, teacher.draft_vocab_size, objective.loss, objective.true_mass))
+        return torch.mm(normed, lm_head.mT, out_dtype=torch.float32)
+    return functional.linear(normed, lm_head)
 
 
 @compiled_on_gpu
-def _targets(logits: Tensor, size: int, loss: str, true_mass: bool) -> tuple[Tensor, ...]:
-    """Full logits [B, V], draft vocabulary first -> the fields of a lesson."""
-    top = logits.argmax(-1)
-    chosen = logits[:, :size]
-    lk = loss.startswith("lk")
-    true = (chosen - logits.logsumexp(-1, keepdim=True)).exp() if lk or true_mass else logits[:, :0]
+def _targets(logits: Tensor, top: Tensor, lse: Tensor, loss: str, true_mass: bool) -> tuple[Tensor, ...]:
+    """Logits on the draft vocabulary [B, Vd], and the summary of them all [B] -> the fields of a lesson."""
+    true = (logits - lse[:, None]).exp() if loss.startswith("lk") or true_mass else logits[:, :0]
     if loss == "ce":
-        target = (top[:, None] == torch.arange(size, device=top.device)).float()
+        target = (top[:, None] == torch.arange(logits.shape[1], device=top.device)).float()
     elif true_mass:
         target = true
     else:
-        target = chosen.softmax(-1) * (top < size)[:, None]
+        target = logits.softmax(-1) * (top >= 0)[:, None]
     negentropy = torch.special.xlogy(target, target).sum(-1)
-    return target, target.sum(-1), negentropy, true, top
+    return target, target.sum(-1), negentropy, true
 
 
 def _student(
@@ -217,13 +210,13 @@ def _taught(
     return value, choice, (gradient * weights[:, None]).to(logits.dtype)
 
 
-def _chunks(row: Row, V: int, Vd: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cut the teacher rows so that the larger of the teacher's and the students' logits fits the budget.
+def _chunks(row: Row, Vd: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Cut the teacher rows so that the students' logits fit the budget.
 
     Yields:
         a slice of teacher rows, and the slice of `row.pairs` that they teach.
     """
-    width = 4 * max(V, Vd * len(row.alive))
+    width = 4 * Vd * len(row.alive)
     size = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // width)
     bounds = row.pair_bounds
     for first in range(0, len(bounds) - 1, size):

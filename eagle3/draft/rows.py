@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +12,16 @@ from torch import Tensor
 
 from eagle3.draft.flash import Segments
 from eagle3.draft.packing import Array, Spans, sample_lifetimes, supervised_roots
-from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.reader import HiddenStateSample
+
+
+class Summary(NamedTuple):
+    """What the target's whole distribution comes to at R roots (`eagle3.draft.summary`)."""
+
+    top: Tensor
+    """[R] int32: the target's most likely token as an index into the draft vocabulary; -1 if it is outside"""
+    lse: Tensor
+    """[R] float32: over the whole vocabulary"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,14 @@ class Row:
     pair_offsets: Tensor
     """the same as int64 on the device"""
     segments: Segments
+    top: Tensor | None = None
+    """[R] int64: as in `Summary`, likewise; what the loss reads, but no unroll"""
+    lse: Tensor | None = None
+
+    def taught(self, summaries: Sequence[Summary]) -> Row:
+        """Add the summaries of the row's samples."""
+        top, lse = (torch.cat(parts) for parts in zip(*summaries, strict=True))
+        return replace(self, top=top.long(), lse=lse)
 
     def to(self, device: torch.device) -> Row:
         """Move the row; asynchronous from pinned memory."""
@@ -155,15 +171,5 @@ class _Part:
 
 def _part(states: HiddenStateSample, spans: Spans, unroll: int) -> _Part:
     roots, lifetimes = supervised_roots(spans, unroll)
-    rows = states.last_rows.numpy()
-    wanted = roots + 1
-    found = np.searchsorted(rows, wanted)
-    if found.max(initial=-1) >= len(rows) or (rows[found] != wanted).any():
-        raise Eagle3Error(
-            "the hidden states lack last-layer rows that the loss reads",
-            where=f"sample {states.id}",
-            found=f"{len(rows)} rows for {len(states.token_ids)} tokens",
-            expected=f"rows {wanted[0]} to {wanted[-1]} inside the spans {[list(span) for span in spans]}",
-            remedy="delete the hidden states and run snakemake again",
-        )
-    return _Part(roots, lifetimes, int(roots[-1]) + 1, states.token_ids.long(), states.last[torch.from_numpy(found)])
+    teacher = states.last[states.rows_at(roots + 1)]
+    return _Part(roots, lifetimes, int(roots[-1]) + 1, states.token_ids.long(), teacher)

@@ -34,6 +34,7 @@ from eagle3.draft.packing import pack
 from eagle3.draft.rows import Row
 from eagle3.draft.samples import Rows, Sample
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.summary import Summariser
 from eagle3.draft.timing import Timing
 from eagle3.draft.trackers import trackers
 from eagle3.draft.unroll import Weights, prepare, unroll
@@ -107,8 +108,12 @@ class Run:
         self.timing = Timing(draft.config, device) if device.type == "cuda" else None
         self.state: dict[str, Any] = {"step": 0, "tokens": 0, "supervised": 0, "best_step": None, "best": 0.0}
 
-    def train(self) -> dict[str, Any]:
+    def train(self, summariser: Summariser) -> dict[str, Any]:
         """Run what is left of the steps, write the artifact, and return its counts."""
+        for rows in (self.rows, self.held_out):
+            rows.summarise(summariser)
+        # The target's whole head takes memory, and nobody reads it any more.
+        del summariser
         self._resume()
         first = self.state["step"]
         stream = self._stream(first)

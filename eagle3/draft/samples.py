@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from eagle3.draft.packing import Spans, context_length, step_counts, supervised_roots
-from eagle3.draft.rows import Row, build_row
+from eagle3.draft.rows import Row, Summary, build_row
+from eagle3.draft.summary import Summariser, summarise
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records
 from eagle3.hidden_states.reader import HiddenStateReader, HiddenStateSample
@@ -75,6 +76,11 @@ class Rows:
         """`decay` is given for the sampled unroll."""
         self.samples, self.reader, self.unroll, self.decay = samples, reader, unroll, decay
         self.pin = device.type == "cuda"
+        self.summaries: dict[str, Summary] = {}
+
+    def summarise(self, summariser: Summariser) -> None:
+        """Learn what the loss needs of the target's whole distribution, before any row is asked for."""
+        self.summaries = summarise({sample.id: sample.spans for sample in self.samples}, self.reader, summariser)
 
     def counts(self, members: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return, for every step, the positions with m_t = 1 in the given samples [unroll]."""
@@ -103,6 +109,7 @@ class Rows:
             row = build_row(pairs, self.unroll)
         else:
             row = build_row(pairs, self.unroll, self.decay, np.random.default_rng(seed))
+        row = row.taught([self.summaries[sample.id] for sample in samples])
         return row.pin() if self.pin else row
 
     def _read(self, sample: Sample) -> HiddenStateSample:

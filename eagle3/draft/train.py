@@ -19,6 +19,7 @@ from eagle3.draft.run import Run
 from eagle3.draft.samples import data_digest, read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.start import start
+from eagle3.draft.summary import Summariser
 from eagle3.engines.settings import MachineSettings
 from eagle3.files.records import read_json, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
@@ -97,7 +98,7 @@ def _train(
     run = Run(
         settings, draft, head, samples, held_out, reader, machine=machine, folder=folder, recipe=recipe, device=device
     )
-    counts = run.train()
+    counts = run.train(Summariser(head, run.draft.target_ids, device, run.embedding.dtype))
     if run.writes:
         write_json(folder / COUNTS, counts | {"unsupervised_samples": unsupervised})
 

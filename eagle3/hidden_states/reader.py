@@ -37,6 +37,24 @@ class HiddenStateSample:
     last_rows: torch.Tensor
     """int64 [m]: the positions that the rows of `last` belong to."""
 
+    def rows_at(self, positions: Int64s) -> torch.Tensor:
+        """Return where the rows of `last` of some positions are [len(positions)].
+
+        Raises:
+            Eagle3Error: there is no row of one of them.
+        """
+        rows = self.last_rows.numpy()
+        found = np.searchsorted(rows, positions)
+        if found.max(initial=-1) >= len(rows) or (rows[found] != positions).any():
+            raise Eagle3Error(
+                "the hidden states lack last-layer rows that the loss reads",
+                where=f"sample {self.id}",
+                found=f"{len(rows)} rows, at {_range(rows)}",
+                expected=f"rows at {_range(positions)}",
+                remedy="delete the hidden states and run snakemake again",
+            )
+        return _tensor(found)
+
 
 class HiddenStateReader:
     """All samples of a set of shards.
@@ -81,7 +99,9 @@ class HiddenStateReader:
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._where
 
-    def read(self, sample: str | int, start: int = 0, stop: int | None = None) -> HiddenStateSample:
+    def read(
+        self, sample: str | int, start: int = 0, stop: int | None = None, *, aux: bool = True
+    ) -> HiddenStateSample:
         """Read one sample, or tokens `start` to `stop` of it, and check every byte that is read.
 
         Memory is pinned where there is a CUDA device.
@@ -90,6 +110,7 @@ class HiddenStateReader:
             sample: its id, or its number in `ids`.
             start: first token.
             stop: token after the last; None is the end.
+            aux: whether to read the auxiliary states; without, `aux` is empty and a quarter of the bytes is read.
 
         Returns:
             the sample; in a slice, `last_rows` still counts from the sample's first token.
@@ -98,7 +119,7 @@ class HiddenStateReader:
             Eagle3Error: no such sample, or its bytes are not those that were written.
         """
         shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
-        return load(shard.entry(index), shard.recipe, start, stop)
+        return load(shard.entry(index), shard.recipe, start, stop, aux=aux)
 
     def stream(
         self,
@@ -110,6 +131,7 @@ class HiddenStateReader:
         ranks: int = 1,
         position: int = 0,
         ahead_tokens: int = 65536,
+        aux: bool = True,
     ) -> Generator[HiddenStateSample]:
         """Read samples in an order that the seed decides, ahead of their use, in threads.
 
@@ -122,6 +144,7 @@ class HiddenStateReader:
             ranks: number of shares.
             position: how many samples of the stream to leave out, to go on where an earlier one was left.
             ahead_tokens: how many tokens to hold decoded, at least one sample.
+            aux: as in `read`.
 
         Raises:
             Eagle3Error: as `read`, when the turn comes to the damaged sample.
@@ -137,7 +160,7 @@ class HiddenStateReader:
                     size, future = waiting.popleft()
                     yield future.result()
                     ahead -= size
-                waiting.append((tokens, pool.submit(self.read, sample)))
+                waiting.append((tokens, pool.submit(self.read, sample, aux=aux)))
                 ahead += tokens
             while waiting:
                 yield waiting.popleft()[1].result()
@@ -176,19 +199,22 @@ class HiddenStateReader:
         return self._shards[number], index
 
 
-def load(entry: Entry, recipe: Recipe, start: int = 0, stop: int | None = None) -> HiddenStateSample:
+def load(
+    entry: Entry, recipe: Recipe, start: int = 0, stop: int | None = None, *, aux: bool = True
+) -> HiddenStateSample:
     """Read tokens `start` to `stop` of a sample; see `HiddenStateReader.read`."""
     n = len(entry.token_ids)
     start, stop, _ = slice(start, stop).indices(n)
     # The last row stands for the teacher check only; no loss reads it.
     first_row, stop_row = (int(row) for row in np.searchsorted(entry.last_rows[:-1], (start, stop)))
-    aux, skip = _decode_aux(entry, recipe, start, stop)
+    read_to = stop if aux else start
+    states, skip = _decode_aux(entry, recipe, start, read_to)
     last, skip_rows = _decode_last(entry, recipe, first_row, stop_row)
     rows = entry.last_rows[first_row:stop_row]
     return HiddenStateSample(
         id=entry.id,
         token_ids=_tensor(entry.token_ids[start:stop]),
-        aux=aux[skip : skip + stop - start],
+        aux=states[skip : skip + read_to - start],
         last=last[skip_rows : skip_rows + len(rows)],
         last_rows=_tensor(rows.astype(np.int64)),
     )
@@ -235,6 +261,10 @@ def _empty(rows: int, states: int, hidden_size: int) -> tuple[torch.Tensor, code
 
     tensor = torch.empty(max(rows, 0), states, hidden_size, dtype=torch.bfloat16, pin_memory=torch.cuda.is_available())
     return tensor, codec.bits(tensor)
+
+
+def _range(positions: Int64s) -> str:
+    return f"{positions[0]} to {positions[-1]}" if len(positions) else "none"
 
 
 def _tensor(values: Int32s | Int64s) -> torch.Tensor:

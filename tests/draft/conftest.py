@@ -14,6 +14,8 @@ from torch import Tensor
 
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.model import Draft
+from eagle3.draft.rows import Row
+from eagle3.draft.summary import Summariser
 from eagle3.engines import Capture
 from eagle3.engines.settings import EngineSettings, MachineSettings
 from eagle3.files.records import read_json, write_json, write_records
@@ -37,6 +39,11 @@ def random_states(
         last=torch.randn(len(rows), H, generator=generator),
         last_rows=torch.tensor(rows, dtype=torch.int64),
     )
+
+
+def taught(row: Row, head: HeadWeights, ids: Tensor) -> Row:
+    """The row with what the loss needs of the target's whole distribution; `ids` are the draft vocabulary's tokens."""
+    return row.taught([Summariser(head, ids, torch.device("cpu"), torch.float32)(row.teacher)])
 
 
 def tiny_config(**changes: Any) -> DraftConfig:

@@ -15,6 +15,7 @@ from eagle3.draft.model import Draft
 from eagle3.draft.objective import Objective, Teacher, projected_loss
 from eagle3.draft.rows import Row, build_row
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.summary import Summariser
 from eagle3.draft.unroll import prepare, unroll
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target import HeadWeights
@@ -97,7 +98,7 @@ def run(
     draft = draft.to(device)
     draft.zero_grad()
     weights = prepare(draft, dtype, float8=float8)
-    row = row.to(device)
+    row = row.taught([Summariser(head, draft.target_ids, device, dtype)(row.teacher)]).to(device)
     teacher = Teacher.of(head, draft.target_ids, device, dtype)
     # On the true mass nothing depends on which of two almost equal logits is larger.
     objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss, true_mass=True), sampled=False)

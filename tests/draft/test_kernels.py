@@ -84,7 +84,7 @@ def test_cross_entropy(kernels: Any) -> None:
     offsets = 5 + torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     target = (2 * randn(4, size)).softmax(-1) * torch.tensor([1.0, 1.0, 0.0, 0.5])[:, None]
     entropy = torch.special.xlogy(target, target).sum(-1)
-    lesson = objective._Lesson(target, target.sum(-1), entropy, target[:, :0], counts)
+    lesson = objective._Lesson(target, target.sum(-1), entropy, target[:, :0])
     logits, factors = 3 * randn(12, size), randn(12).abs()
     teachers = torch.repeat_interleave(torch.arange(4), counts)
     value, choice, gradient = objective._taught(logits, teachers, factors, lesson, "kl", 1.0, 1.0)

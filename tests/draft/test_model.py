@@ -15,7 +15,7 @@ from eagle3.draft.optimizer import Optimizer
 from eagle3.draft.rows import build_row
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.unroll import prepare, unroll
-from tests.draft.conftest import H, V, random_draft, random_head, random_states, tiny_config
+from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
 from tests.draft.naive_chain import NaiveChain
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -138,8 +138,8 @@ def test_a_pass_makes_its_tensors_where_its_inputs_are(name: str) -> None:
     """As on a device without kernels, such as Apple's: here a tensor that is made anywhere else is on `meta`."""
     generator = torch.Generator().manual_seed(6)
     states = random_states("a", 30, [(3, 20)], generator)
-    row, head = build_row([(states, [(3, 20)])], unroll=3), random_head(generator)
-    draft = random_draft(tiny_config(**VARIANTS[name]), generator)
+    head, draft = random_head(generator), random_draft(tiny_config(**VARIANTS[name]), generator)
+    row = taught(build_row([(states, [(3, 20)])], unroll=3), head, draft.target_ids)
     teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
     objective = Objective.of(DraftSettings(unroll=3), sampled=False)
 

@@ -133,10 +133,10 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
     spoiled = {next(iter(read_records(inputs.train)))["id"]}
     read = HiddenStateReader.read
 
-    def spoil(self: Any, sample: str, start: int = 0, stop: int | None = None) -> Any:
-        states = read(self, sample, start, stop)
+    def spoil(self: Any, sample: str, start: int = 0, stop: int | None = None, *, aux: bool = True) -> Any:
+        states = read(self, sample, start, stop, aux=aux)
         if sample in spoiled:
-            states.aux[0] = torch.nan
+            states.aux[:1] = torch.nan
         return states
 
     monkeypatch.setattr(HiddenStateReader, "read", spoil)

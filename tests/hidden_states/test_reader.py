@@ -37,6 +37,19 @@ def test_a_slice_is_the_slice_of_the_whole(reader: HiddenStateReader, number: in
     assert torch.equal(part.last_rows, whole.last_rows[kept])
     assert torch.equal(part.last, whole.last[kept])
     assert part.aux.shape[1:] == (3, H)
+    bare = reader.read(whole.id, start, stop, aux=False)
+    assert bare.aux.shape == (0, 3, H)
+    assert torch.equal(bare.last, part.last)
+    assert torch.equal(bare.token_ids, part.token_ids)
+
+
+def test_rows_of_the_last_layer_are_found_by_position(reader: HiddenStateReader) -> None:
+    sample = next(sample for sample in map(reader.read, reader.ids) if len(sample.last_rows) > 1)
+    positions = sample.last_rows.flip(0).numpy()
+    assert torch.equal(sample.last[sample.rows_at(positions)], sample.last.flip(0))
+    with pytest.raises(Eagle3Error, match="lack last-layer rows") as caught:
+        sample.rows_at(np.array([int(sample.last_rows.max()) + 1]))
+    assert sample.id in str(caught.value)
 
 
 def test_by_number_and_by_id(reader: HiddenStateReader) -> None:
