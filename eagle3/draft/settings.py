@@ -54,7 +54,7 @@ class DraftSettings(Settings):
     accumulate: int = Field(default=1, ge=1)
     """Rows per optimiser step (over all GPUs)."""
     float8: bool = False
-    """Matrix products of the layer in float8 (GPUs from Hopper and Ada on); measured effect: MEASURED."""
+    """Matrix products of the layer in float8 (GPUs from Hopper and Ada on)."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """`muon`: Muon (arXiv 2502.16982) for the matrices of the layer and `fc`, AdamW for lm_head and the norms;
     `adamw`: AdamW for all."""

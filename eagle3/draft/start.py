@@ -22,8 +22,9 @@ def start(draft: Draft, settings: DraftSettings, target: Target, head: HeadWeigh
     """Fill a new draft with what the target knows; the rest is random.
 
     lm_head and final norm are the target's, and `fc` passes on the last auxiliary state: the draft begins as a reading
-    of the target's late layers. On the demo's 41k supervised tokens this gives an acceptance length of 1.35, against
-    1.29 with a random `fc`; copying a decoder layer of the target as well gave 1.32 to 1.33 (3 drafts, two passes).
+    of the target's late layers. On the demo's 41k supervised tokens this gives an acceptance length of 1.37, against
+    1.33 with a random `fc`; with fifty times the data the random one is ahead (1.92 against 1.86 after one pass).
+    Copying a decoder layer of the target as well gained nothing on the demo.
 
     Raises:
         Eagle3Error: the draft to start from has other tensors than this one.
