@@ -90,7 +90,6 @@ def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Con
             found="a source with `self: true`, and `engine.name: openai`, which takes messages but no token ids",
             remedy="set engine.name to vllm or transformers, or use another source",
         )
-    config.draft.require_work_for(config.machine.gpus)
     return config
 
 

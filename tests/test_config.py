@@ -55,12 +55,6 @@ def test_a_bad_value_is_named_with_what_was_found(change: dict[str, Any], key: s
     assert "found:" in str(caught.value)
 
 
-@pytest.mark.parametrize(("rows", "gpus"), [(1, 8), (6, 4)])
-def test_gpus_that_would_stand_idle_in_training_are_refused_before_anything_runs(rows: int, gpus: int) -> None:
-    with pytest.raises(Eagle3Error, match=f"set draft.accumulate to {gpus} or a multiple"):
-        resolve(MINIMAL | {"draft": {"accumulate": rows}, "machine": {"gpus": gpus}})
-
-
 def test_the_seed_reaches_every_random_stage_unless_it_has_its_own() -> None:
     config = resolve(MINIMAL | {"seed": 5, "draft": {"seed": 9}})
     assert (config.prompts.seed, config.responses.seed, config.dataset.seed, config.draft.seed) == (5, 5, 5, 9)

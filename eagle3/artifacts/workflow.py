@@ -37,6 +37,9 @@ class Workflow:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.config: Config = resolve(values)
         self._values = self.config.model_dump(mode="json")
+        # Said before the first stage rather than days later, by the last; where the draft is there, it is of no matter.
+        if not Path("results", self.config.run, "draft", manifest.NAME).exists():
+            self.config.draft.check_machine(self.config.machine.device, self.config.machine.gpus)
 
     @property
     def parts(self) -> range:

@@ -74,6 +74,7 @@ class Replayed:
                 kept.copy_(tensor)
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+                # Other threads pin memory meanwhile, which a capture of the whole process would not survive.
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     self.function(*self.inputs)
             self.graph.replay()

@@ -20,7 +20,8 @@ def training_flops(config: DraftConfig, row: Row) -> float:
     value_dim = config.latent.v_head_dim if config.latent else config.head_dim
     heads = config.num_attention_heads
     keys = context + sum(row.alive[1:])
-    combined = WEIGHT_ONLY * context * len(config.aux_layer_ids) * H * H
+    # Norms before `fc` learn from the gradient of what it reads.
+    combined = (PRODUCT if config.fc_norm else WEIGHT_ONLY) * context * len(config.aux_layer_ids) * H * H
     tokens = PRODUCT * H * (roots * q + context * kv)
     features = PRODUCT * (pairs * (H * q + q_latent) + keys * (H * kv + kv_latent))
     rest = PRODUCT * pairs * (heads * value_dim * H + 3 * H * width + H * Vd)

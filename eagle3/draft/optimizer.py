@@ -58,7 +58,7 @@ class Optimizer:
         scale = (norm / self.settings.max_grad_norm).clamp_min(1.0)
         for part in self.parts.values():
             part.update(learning_rate, scale, skipped)
-            part.shards.spread()
+            part.shards.publish()
         return norm, skipped
 
     def state(self) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class AdamW:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned, on any number of ranks."""
         for name in ("exp_avg", "exp_avg_sq"):
-            for master, part in zip(self.masters, self.shards.deal(state[name]).split(self.split), strict=True):
+            for master, part in zip(self.masters, self.shards.own_part(state[name]).split(self.split), strict=True):
                 self.adamw.state[master][name].copy_(part)
         for master in self.masters:
             self.adamw.state[master]["step"].copy_(state["step"])

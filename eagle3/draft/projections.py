@@ -38,8 +38,8 @@ class Half(NamedTuple):
         )
         return first, second
 
-    def in_float8(self) -> Half:
-        return Half(*(weight.in_float8() for weight in self))
+    def in_float8(self, *parts: str) -> Half:
+        return self._replace(**{name: getattr(self, name).in_float8() for name in parts})
 
 
 class GroupedProjections(NamedTuple):
@@ -58,7 +58,7 @@ class GroupedProjections(NamedTuple):
         return cls(*halves, config.head_dim, softmax_scale(config))
 
     def in_float8(self) -> GroupedProjections:
-        return self._replace(token=self.token.in_float8(), feature=self.feature.in_float8())
+        return self._replace(token=self.token.in_float8("q", "kv"), feature=self.feature.in_float8("q", "kv", "whole"))
 
     def query_room(self, projected: Tensor) -> Tensor:
         """[n, Q] -> [n, Hq, d]."""
@@ -128,8 +128,8 @@ class LatentProjections(NamedTuple):
 
     def in_float8(self) -> LatentProjections:
         return self._replace(
-            token=self.token.in_float8(),
-            feature=self.feature.in_float8(),
+            token=self.token.in_float8("q", "kv"),
+            feature=self.feature.in_float8("q", "kv", "whole"),
             q_b=self.q_b.in_float8(),
             kv_b=self.kv_b.in_float8(),
         )

@@ -28,7 +28,7 @@ class Summary(NamedTuple):
 class Row:
     """One packed row. C context positions (a sample is read up to its last root), R roots, n_t roots alive at step t.
 
-    `root_context` and `teacher` are in position order ("rank"); `ranks` and `slots` in lifetime order, longest first,
+    `root_context`, `teacher` and `labels` are in position order ("rank"); `ranks` and `slots` in lifetime order, longest first,
     so that the roots alive at step t are the first n_t.
     """
 
@@ -69,7 +69,7 @@ class Row:
     """the same as int64 on the device"""
     segments: Segments
     top: Tensor | None = None
-    """[R] int64: as in `Summary`, likewise; what the loss reads, but no unroll"""
+    """[R] int64 and, below, [R] float32: as in `Summary`, by rank; None until `taught`. Only the loss reads them."""
     lse: Tensor | None = None
 
     def taught(self, summaries: Sequence[Summary]) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def read_samples(path: Path) -> tuple[list[Sample], int]:
     """Read the samples that have supervised positions, and count those that have none.
 
     Raises:
-        Eagle3Error: no sample has any.
+        Eagle3Error: no sample has any; a sample occurs twice.
     """
     samples, unsupervised = [], 0
     for record in read_records(path):
@@ -52,6 +52,9 @@ def read_samples(path: Path) -> tuple[list[Sample], int]:
             continue
         digest = _digest(np.array(record["input_ids"][: context + 2], dtype=np.int32))
         samples.append(Sample(record["id"], record["source"], record["spans"], context, digest))
+    if len({sample.id for sample in samples}) < len(samples):
+        repeated = next(id for id, n in Counter(sample.id for sample in samples).items() if n > 1)
+        raise Eagle3Error("a sample occurs twice", where=f"{path}, sample {repeated}", remedy="leave one of them out")
     if not samples:
         raise Eagle3Error(
             "no sample has a supervised position",

@@ -76,12 +76,19 @@ class DraftSettings(Settings):
     """Optimiser steps between lines of the log."""
     seed: int = 0
 
-    def require_work_for(self, gpus: int) -> None:
-        """Raise Eagle3Error if some of the GPUs would get fewer rows of a step than others, or none."""
+    def check_machine(self, device: str, gpus: int) -> None:
+        """Raise Eagle3Error if this training cannot run, or would leave GPUs idle, on `machine.device` and `.gpus`."""
         if self.accumulate % max(gpus, 1):
             raise Eagle3Error(
                 f"a training step of {self.accumulate} rows cannot be shared evenly by {gpus} GPUs",
                 where="draft.accumulate and machine.gpus",
                 remedy=f"set draft.accumulate to {gpus} or a multiple of it, and divide draft.batch_tokens if a step "
                 "should not see more tokens than before",
+            )
+        if self.float8 and device.startswith(("cpu", "mps")):
+            raise Eagle3Error(
+                "this device has no units for float8",
+                where="draft.float8 and machine.device",
+                found=device,
+                remedy="set draft.float8 to false, or train on a GPU",
             )

@@ -37,7 +37,7 @@ class Shards:
         if dist.is_initialized():
             dist.reduce_scatter_tensor(self.shard, self.gradients)
 
-    def spread(self) -> None:
+    def publish(self) -> None:
         """Give the masters to all ranks, and clear the gradients."""
         if dist.is_initialized():
             dist.all_gather_into_tensor(self.values, self.masters.clone())
@@ -51,7 +51,7 @@ class Shards:
             dist.all_gather_into_tensor(whole, own)
         return torch.cat([whole[place] for place in self.places]).cpu()
 
-    def deal(self, collected: Tensor) -> Tensor:
+    def own_part(self, collected: Tensor) -> Tensor:
         """Return this rank's share of what `collect` returned."""
         whole = torch.zeros_like(self.values)
         sizes = [place.stop - place.start for place in self.places]

@@ -53,7 +53,7 @@ def make(
         Eagle3Error: inputs do not fit each other; rows that the GPUs cannot share evenly; a changed recipe; gradients
             that stay non-finite; `float8` on a device without it.
     """
-    settings.require_work_for(machine.gpus)
+    settings.check_machine(machine.device, machine.gpus)
     work = functools.partial(
         _train, settings, machine, target, train, evaluation, vocabulary, list(hidden_states), folder
     )

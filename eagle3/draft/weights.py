@@ -67,7 +67,8 @@ def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """One tensor for gradients that follow each other in memory, as the optimizer lays them: one product fills it."""
     for one, other in itertools.pairwise(gradients):
         shared = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        if not shared or one.storage_offset() + one.numel() != other.storage_offset():
+        whole = one.is_contiguous() and other.is_contiguous()
+        if not (shared and whole) or one.storage_offset() + one.numel() != other.storage_offset():
             return tuple(gradients)
     first = gradients[0]
     return (first.as_strided((sum(map(len, gradients)), *first.shape[1:]), first.stride()),)

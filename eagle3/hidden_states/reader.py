@@ -110,7 +110,7 @@ class HiddenStateReader:
             sample: its id, or its number in `ids`.
             start: first token.
             stop: token after the last; None is the end.
-            aux: whether to read the auxiliary states; without, `aux` is empty and a quarter of the bytes is read.
+            aux: whether to read the auxiliary states; without, `aux` is empty and little more than `last` is read.
 
         Returns:
             the sample; in a slice, `last_rows` still counts from the sample's first token.

@@ -105,7 +105,7 @@ def test_weights_of_other_lengths_and_the_vocabulary_stay_as_they_are() -> None:
         assert Weight(randn(*shape), ()).in_float8().float8 is None
     draft = random_draft(tiny_config(), torch.Generator().manual_seed(1))
     weights = prepare(draft, torch.float32, float8=True)
-    halves = [weight for half in (weights.projections.token, weights.projections.feature) for weight in half]
+    halves = [*weights.projections.token[:2], *weights.projections.feature]
     layer = [weights.fc, *halves, weights.output, weights.gate_up, weights.down]
     assert all(weight.float8 is not None for weight in layer)
     assert weights.lm_head.float8 is None
