@@ -55,7 +55,7 @@ class Muon:
         used = sum(matrix.numel() for matrix in mine)
         parts = zip(*(x[:used].split([matrix.numel() for matrix in mine]) for x in flat), strict=True)
         self.matrices = [[x.view_as(matrix) for x in part] for matrix, part in zip(mine, parts, strict=True)]
-        # Recording keeps all intermediate tensors for good: worth it where launching kernels costs more than their work.
+        # Recording keeps all intermediate tensors for good: worth it where launches cost more than the kernels' work.
         small = max((matrix.numel() for matrix in mine), default=LARGE) < LARGE
         self.apply: Callable[..., None] = Replayed(self._update) if small else self._update
 

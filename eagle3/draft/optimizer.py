@@ -37,11 +37,13 @@ class Optimizer:
         self.parts: dict[str, Muon | AdamW] = {"adamw": AdamW(others, settings)}
         if matrices:
             self.parts["muon"] = Muon(matrices, settings.weight_decay)
+        # The running mean of the gradient's norm; 0 before the first step.
+        self.usual = torch.zeros((), device=others[0].device)
 
     def step(self, learning_rate: float) -> tuple[Tensor, Tensor]:
         """Update the parameters from the gradients accumulated on every rank, and clear the gradients.
 
-        A step whose gradient is not finite changes nothing.
+        A step whose gradient is not finite, or `max_grad_growth` times as long as usual, changes nothing.
 
         Returns:
             the gradient's norm before clipping and whether the step was skipped (0.0 or 1.0), both on the device.
@@ -54,7 +56,11 @@ class Optimizer:
         if dist.is_initialized():
             dist.all_reduce(square)
         norm = square.sqrt()
-        skipped = 1.0 - norm.isfinite().float()
+        exploded = (self.usual > 0) & (norm > self.settings.max_grad_growth * self.usual)
+        skipped = (exploded | ~norm.isfinite()).float()
+        # The first norm counts whole, later ones a tenth.
+        known = torch.where(self.usual > 0, self.usual.lerp(norm, 0.1), norm)
+        self.usual = torch.where(skipped.bool(), self.usual, known)
         scale = (norm / self.settings.max_grad_norm).clamp_min(1.0)
         for part in self.parts.values():
             part.update(learning_rate, scale, skipped)
@@ -63,10 +69,12 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Return what the steps so far left behind, whole; on every rank."""
-        return {f"{name}.{key}": value for name, part in self.parts.items() for key, value in part.state().items()}
+        parts = {f"{name}.{key}": value for name, part in self.parts.items() for key, value in part.state().items()}
+        return parts | {"usual": self.usual.cpu()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned, on any number of ranks."""
+        self.usual.copy_(state["usual"])
         for name, part in self.parts.items():
             start = f"{name}."
             part.load_state({key.removeprefix(start): value for key, value in state.items() if key.startswith(start)})

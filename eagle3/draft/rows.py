@@ -28,8 +28,8 @@ class Summary(NamedTuple):
 class Row:
     """One packed row. C context positions (a sample is read up to its last root), R roots, n_t roots alive at step t.
 
-    `root_context`, `teacher` and `labels` are in position order ("rank"); `ranks` and `slots` in lifetime order, longest first,
-    so that the roots alive at step t are the first n_t.
+    `root_context`, `teacher` and `labels` are in position order ("rank"); `ranks` and `slots` in lifetime order,
+    longest first, so that the roots alive at step t are the first n_t.
     """
 
     ids: tuple[str, ...]

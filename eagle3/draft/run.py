@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.acceptance import summarise
-from eagle3.console import progress
+from eagle3.console import progress, say
 from eagle3.draft import parallel
 from eagle3.draft.checkpoint import Checkpoints
 from eagle3.draft.config import NAME
@@ -90,6 +90,7 @@ class Run:
     ) -> None:
         """Take over `draft` with its first weights; `recipe` is what must not change before the run is finished."""
         self.settings, self.machine, self.folder, self.device = settings, machine, folder, device
+        self.recipe = recipe
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.draft = draft.to(device)
         self.optimizer = Optimizer(self.draft.named_parameters(), settings)
@@ -103,15 +104,18 @@ class Run:
         self.checkpoints = Checkpoints(folder, recipe)
         self.steps = plan(settings, [sample.context for sample in samples])
         self.tally = Tally(settings.unroll, device)
+        # Steps in a row that were skipped, and the most of them since the last look.
         self.streak = torch.zeros((), device=device)
+        self.longest = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
         self.timing = Timing(draft.config, device) if device.type == "cuda" else None
         self.state: dict[str, Any] = {"step": 0, "tokens": 0, "supervised": 0, "best_step": None, "best": 0.0}
 
     def train(self, summariser: Summariser) -> dict[str, Any]:
         """Run what is left of the steps, write the artifact, and return its counts."""
-        for rows in (self.rows, self.held_out):
-            rows.summarise(summariser)
+        for name, rows in (("train", self.rows), ("evaluation", self.held_out)):
+            key = " ".join(str(self.recipe[part]) for part in ("target", "vocabulary", name))
+            rows.summarise(summariser, self.folder / f".summaries-{name}", key)
         # The target's whole head takes memory, and nobody reads it any more.
         del summariser
         self._resume()
@@ -133,6 +137,8 @@ class Run:
                 bar.update(self.state["tokens"] - before)
                 if self._asked_to_end(terminated):
                     self._save()
+                    if self.writes:
+                        say(f"asked to end: saved at step {number + 1} of {len(self.steps)}; another start goes on")
                     raise SystemExit(128 + signal.SIGTERM)
         return self._finish()
 
@@ -145,6 +151,7 @@ class Run:
         rate = learning_rate(settings, number, len(self.steps))
         norm, skipped = self.optimizer.step(rate)
         self.streak = (self.streak + skipped) * skipped
+        self.longest = torch.maximum(self.longest, self.streak)
         self.skipped += skipped
         done = number + 1
         self.state["step"] = done
@@ -193,13 +200,15 @@ class Run:
         }
 
     def _check_streak(self) -> None:
-        streak, step = int(self.streak), self.state["step"]
-        if streak >= self.settings.max_skipped:
-            members = [index for step in self.steps[step - streak : step] for index in step.members]
+        longest, step = int(self.longest), self.state["step"]
+        self.longest = self.streak.clone()
+        if longest >= self.settings.max_skipped:
+            first = max(step - max(longest, self.settings.log_every), 0)
+            members = [index for step in self.steps[first:step] for index in step.members]
             ids = [self.rows.samples[index].id for index in members]
             raise Eagle3Error(
-                f"the gradient was not finite in {streak} steps in a row",
-                where=f"step {step}, samples {', '.join(ids[:20])}{' ...' if len(ids) > 20 else ''}",
+                f"the gradient was not finite in {longest} steps in a row, or far longer than usual",
+                where=f"steps {first + 1} to {step}, samples {', '.join(ids[:200])}{' ...' if len(ids) > 200 else ''}",
                 expected=f"at most {self.settings.max_skipped - 1} such steps in a row (draft.max_skipped)",
                 remedy="lower draft.learning_rate, or look for damaged hidden states in these samples",
             )

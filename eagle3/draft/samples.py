@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from eagle3.draft.packing import Spans, context_length, step_counts, supervised_roots
-from eagle3.draft.rows import Row, Summary, build_row
-from eagle3.draft.summary import Summariser, summarise
+from eagle3.draft.rows import Row, build_row
+from eagle3.draft.summary import Summaries, Summariser, kept, summarise
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records
 from eagle3.hidden_states.reader import HiddenStateReader, HiddenStateSample
@@ -79,11 +79,20 @@ class Rows:
         """`decay` is given for the sampled unroll."""
         self.samples, self.reader, self.unroll, self.decay = samples, reader, unroll, decay
         self.pin = device.type == "cuda"
-        self.summaries: dict[str, Summary] = {}
 
-    def summarise(self, summariser: Summariser) -> None:
-        """Learn what the loss needs of the target's whole distribution, before any row is asked for."""
-        self.summaries = summarise({sample.id: sample.spans for sample in self.samples}, self.reader, summariser)
+    def summarise(self, summariser: Summariser, path: Path | None = None, key: str = "") -> None:
+        """Learn what the loss needs of the target's whole distribution, before any row is asked for.
+
+        Args:
+            summariser: the target's head.
+            path: where to keep it for another start of the run.
+            key: what it depends on.
+        """
+
+        def make() -> Summaries:
+            return summarise({sample.id: sample.spans for sample in self.samples}, self.reader, summariser)
+
+        self.summaries = make() if path is None else kept(path, key, make)
 
     def counts(self, members: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return, for every step, the positions with m_t = 1 in the given samples [unroll]."""

@@ -64,8 +64,10 @@ class DraftSettings(Settings):
     weight_decay: float = Field(default=0.0, ge=0)
     """On matrices; norms are never decayed."""
     max_grad_norm: float = Field(default=0.5, gt=0)
+    max_grad_growth: float = Field(default=100.0, gt=1)
+    """A step whose gradient is longer than this many times the usual (a running mean) is skipped."""
     max_skipped: int = Field(default=5, ge=1)
-    """Steps in a row whose gradient may be non-finite (they are skipped and counted) before the run stops."""
+    """Steps in a row that may be skipped (they are counted) before the run stops."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Optimiser steps between checkpoints."""
     evaluate_every: int = Field(default=500, ge=1)

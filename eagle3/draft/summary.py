@@ -1,15 +1,19 @@
 """What the target's whole distribution comes to at a root: its most likely token, and the log-sum-exp.
 
 The loss reads the target's logits on the draft vocabulary, a small part of the whole; of all others it needs no more
-than this. It is the same in every pass and for every draft, so it is computed once, before training, and 8 bytes a
-root are kept.
+than this. It is the same in every pass, so it is computed once, before the first, and 8 bytes a root are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+import orjson
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.console import progress
@@ -50,17 +54,48 @@ def _summarise(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.logsumexp(-1)
 
 
-def summarise(spans: Mapping[str, Spans], reader: HiddenStateReader, summariser: Summariser) -> dict[str, Summary]:
+class Summaries:
+    """The summaries of samples, by id; in one piece, for there may be hundreds of thousands."""
+
+    def __init__(self, ids: Sequence[str], sizes: Sequence[int], whole: Summary) -> None:
+        """`sizes` are the samples' numbers of roots, in the order of `whole`."""
+        edges = [0, *itertools.accumulate(sizes)]
+        self.ids, self.sizes, self.whole = ids, sizes, whole
+        self.places = {sample: slice(*edge) for sample, edge in zip(ids, itertools.pairwise(edges), strict=True)}
+
+    def __getitem__(self, sample: str) -> Summary:
+        place = self.places[sample]
+        return Summary(self.whole.top[place], self.whole.lse[place])
+
+
+def summarise(spans: Mapping[str, Spans], reader: HiddenStateReader, summariser: Summariser) -> Summaries:
     """Summarise all roots of samples, given by id with their spans; processes share the work and all get the result."""
-    mine: list[tuple[str, Summary]] = []
+    mine: list[tuple[list[str], list[int], Summary]] = []
     with progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
         for batch in _batches(spans, reader):
-            summary = summariser(torch.cat([states for _, states in batch]))
-            sizes = [len(states) for _, states in batch]
-            parts = zip(*(x.split(sizes) for x in summary), strict=True)
-            mine += [(sample, Summary(*part)) for (sample, _), part in zip(batch, parts, strict=True)]
-            bar.update(len(batch) * parallel.world())
-    return dict(parallel.gather(mine))
+            states = [part for _, part in batch]
+            mine.append(([sample for sample, _ in batch], list(map(len, states)), summariser(torch.cat(states))))
+            bar.update(min(len(batch) * parallel.world(), len(spans) - bar.n))
+    ids, sizes, summaries = zip(*parallel.gather(mine), strict=True)
+    whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
+    return Summaries(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), whole)
+
+
+def kept(path: Path, key: str, make: Callable[[], Summaries]) -> Summaries:
+    """Return what an earlier start of the run left in `path`, or make it; `key` says what it was made from."""
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            if file.metadata()["key"] == key:
+                ids, sizes = orjson.loads(file.metadata()["ids"]), file.get_tensor("sizes").tolist()
+                return Summaries(ids, sizes, Summary(file.get_tensor("top"), file.get_tensor("lse")))
+    made = make()
+    # Making it took all processes: none looks for the file any more.
+    if parallel.rank() == 0:
+        temporary = path.with_suffix(".tmp")
+        tensors = {"sizes": torch.tensor(made.sizes), **made.whole._asdict()}
+        save_file(tensors, temporary, {"key": key, "ids": orjson.dumps(made.ids).decode()})
+        temporary.replace(path)
+    return made
 
 
 def _batches(spans: Mapping[str, Spans], reader: HiddenStateReader) -> Iterator[list[tuple[str, Tensor]]]:

@@ -27,7 +27,9 @@ def trained(
     """Weights after steps whose gradients are noise times the factors."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: nn.Parameter(weight.detach().to(device)) for name, weight in parameters(generator).items()}
-    found = Optimizer(weights.items(), DraftSettings(optimizer=kind, max_grad_norm=0.5, weight_decay=DECAY))
+    found = Optimizer(
+        weights.items(), DraftSettings(optimizer=kind, max_grad_norm=0.5, max_grad_growth=1e9, weight_decay=DECAY)
+    )
     for factor in gradients:
         for weight in weights.values():
             assert weight.grad is not None
@@ -102,3 +104,21 @@ def test_on_a_gpu_the_recorded_steps_are_those_of_the_cpu() -> None:
     for name, found in trained("muon", gradients, torch.device("cuda")).items():
         slack = 3e-2 * 0.2 * RATE * len(gradients) if found.dim() == 2 else 1e-6
         torch.testing.assert_close(found.cpu(), reference[name], atol=slack, rtol=1e-5)
+
+
+def test_a_gradient_far_longer_than_usual_is_skipped() -> None:
+    weight = nn.Parameter(torch.zeros(6, 8))
+    found = Optimizer([("fc.weight", weight), ("norm.weight", nn.Parameter(torch.ones(3)))], DraftSettings())
+
+    def step(length: float) -> float:
+        assert weight.grad is not None
+        weight.grad += length / 48**0.5
+        norm, skipped = found.step(RATE)
+        assert float(norm) == pytest.approx(length)
+        return float(skipped)
+
+    # The usual length is 1, then a tenth nearer to 90.
+    assert [step(length) for length in (1.0, 101.0, 90.0, 500.0, 1200.0)] == [0, 1, 0, 0, 0]
+    before = weight.detach().clone()
+    assert step(1e6)
+    assert torch.equal(weight, before)
