@@ -72,6 +72,12 @@ def launch(processes: int, work: Callable[[], None]) -> None:
             while not context.join():
                 pass
         except ProcessExitedException as failure:
+            if failure.signal_name not in {None, "SIGTERM"}:
+                raise Eagle3Error(
+                    f"process {failure.error_index} of {processes} was killed",
+                    found=failure.signal_name,
+                    remedy="see whether memory ran out (dmesg); another start goes on from the last checkpoint",
+                ) from None
             raise SystemExit(failure.exit_code) from None
         except ProcessRaisedException:
             said = Path(meeting, "error")
