@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from eagle3.artifacts import manifest
 from eagle3.artifacts.gc import free, unused
@@ -77,6 +80,26 @@ def test_a_second_time_is_adopted(bench: Bench) -> None:
     assert bench.computed == ["lower"]
     assert (bench.run / "lower/a.txt").read_text() == "abc"
     assert not (bench.run / "lower/.notes").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_files_have_the_usual_mode_whatever_library_wrote_them(bench: Bench, umask: int, mode: int) -> None:
+    """On a shared machine others read the artifacts; a library's temporary file is its owner's alone."""
+
+    def make(folder: Path) -> Mapping[str, Any]:
+        save_file({"a": np.zeros(2)}, folder / "a.safetensors")
+        (folder / "b").mkdir()
+        (folder / "b/c.txt").write_text("c")
+        (folder / "b/c.txt").chmod(0o700)
+        return {}
+
+    before = os.umask(umask)
+    try:
+        bench.produce("lower", {}, make, {})
+    finally:
+        os.umask(before)
+    files = ("a.safetensors", "b/c.txt", "manifest.json")
+    assert [stat.S_IMODE((bench.run / "lower" / name).stat().st_mode) for name in files] == [mode] * 3
 
 
 def test_going_back_computes_nothing(bench: Bench) -> None:

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,7 +210,7 @@ def _describe(folder: Path) -> dict[str, FileEntry]:
 
 
 def _commit(work: Path, entry: Path, manifest: Manifest) -> None:
-    """Move a finished work folder into the store: scratch removed, manifest last, one rename."""
+    """Move a finished work folder into the store: scratch removed, manifest last, usual modes, one rename."""
     for path in work.iterdir():
         if path.name.startswith(SCRATCH):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -218,6 +219,11 @@ def _commit(work: Path, entry: Path, manifest: Manifest) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    # Libraries write through temporary files that only their owner may read; a file just opened has the usual mode.
+    usual = stat.S_IMODE((work / manifests.NAME).stat().st_mode)
+    for name in manifest.files:
+        if stat.S_IMODE((work / name).stat().st_mode) != usual:
+            (work / name).chmod(usual)
     entry.parent.mkdir(parents=True, exist_ok=True)
     work.rename(entry)
 
