@@ -23,6 +23,7 @@ from eagle3.dataset import DatasetSettings
 from eagle3.dataset import make as make_dataset
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import write_json, write_records
+from eagle3.report import figures
 from eagle3.target import load_target
 from tests.engines.targets import make_tokenizer, pin_tokenizer
 
@@ -192,7 +193,9 @@ def write_log(path: Path, steps: int) -> None:
         learned = 1 - math.exp(-step / 150)
         loss = [2.2 + 0.3 * t + 4.5 * (1 - learned) + random.normal(0, 0.1) for t in range(4)]
         conditional = [(0.7 - 0.06 * t) * learned + random.normal(0, 0.01) for t in range(4)]
-        lines.append({"kind": "train", "step": step, "loss": loss, "conditional": conditional})
+        line = {"kind": "train", "step": step, "loss": loss, "conditional": conditional}
+        gradient = {"grad_norm": 20 * (1.1 - learned), "learning_rate": 1e-3 * (1 - step / steps), "skipped_steps": 0}
+        lines.append(line | gradient)
         if step % 100 == 0:
             length = 1 + 1.1 * learned - (0.1 if step == 600 else 0)
             lines.append({"kind": "evaluation", "step": step, "acceptance_length": length})
@@ -235,8 +238,31 @@ def test_titles_say_what_is_seen(reported: Reported) -> None:
         texts(folder / "lengths.svg")
     )
     assert "Held-out acceptance length: 2.06 at its best, after step 500" in texts(folder / "training.svg")
+    assert "Gradient and learning rate: no step skipped" in texts(folder / "training.svg")
     # Nothing was reasoned, so there is no panel for it.
     assert not any(text.startswith("Reasoning") for text in texts(folder / "lengths.svg"))
+
+
+def test_skipped_steps_and_outliers_of_the_gradient_are_seen(run: Run, tmp_path: Path) -> None:
+    """A log too long to be drawn line by line; the gradient of a skipped step has no norm."""
+    write_log(run.training_log, 3000)
+    lines = [orjson.loads(line) for line in run.training_log.read_bytes().splitlines()]
+    for line in lines:
+        if line["kind"] == "train":
+            norms = {1000: None, 2000: 5e4}
+            line |= {"grad_norm": norms.get(line["step"], 2.0), "skipped_steps": 2 * (line["step"] >= 1000)}
+    run.training_log.write_bytes(b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines))
+    run.report(tmp_path / "report")
+    drawn = texts(tmp_path / "report" / "training.svg")
+    assert "Gradient and learning rate: 2 steps skipped (×)" in drawn
+    assert {"2,000", "10000"} <= set(drawn)  # the axes reach that far
+    train = [line for line in lines if line["kind"] == "train"]
+    columns = ("step", "loss", "conditional", "grad_norm", "learning_rate", "skipped_steps")
+    steps, loss, conditional, *gradient = ([line[name] for line in train] for name in columns)
+    panel = figures.training(steps, loss, conditional, [], *gradient).axes[3]
+    band, crosses = panel.collections
+    assert np.asarray(band.get_paths()[0].vertices).max() == pytest.approx(5e4)
+    assert np.asarray(crosses.get_offsets())[:, 0] == pytest.approx([1000], abs=15)
 
 
 def test_parts_are_added_up(reported: Reported) -> None:

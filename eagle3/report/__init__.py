@@ -122,6 +122,9 @@ def _training(log: Sequence[Record]) -> Figure:
         [line["loss"] for line in lines],
         [line["conditional"] for line in lines],
         _evaluations(log),
+        [line["grad_norm"] for line in lines],
+        [line["learning_rate"] for line in lines],
+        [line["skipped_steps"] for line in lines],
     )
 
 

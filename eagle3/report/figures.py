@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 Series = Mapping[str, Sequence[float | None]]
 
@@ -50,35 +50,34 @@ def training(
     loss: Sequence[Sequence[float | None]],
     acceptance: Sequence[Sequence[float | None]],
     evaluations: Sequence[tuple[int, float]],
+    norms: Sequence[float | None],
+    rates: Sequence[float],
+    skipped: Sequence[int],
 ) -> Figure:
-    """Draw a training over its optimiser steps: loss, conditional acceptance, held-out acceptance length.
+    """Draw a training over its optimiser steps: loss, acceptance, held-out acceptance length, gradient.
 
     Args:
         steps: optimiser steps of the log's lines [n].
         loss: at each of them, the mean loss of every unroll step [n][T].
         acceptance: likewise the share of drafts that would be accepted, given that all before were [n][T].
         evaluations: (optimiser step, acceptance length on the held-out split).
+        norms: norm of the gradient before clipping [n]; None where it was not finite.
+        rates: learning rate [n].
+        skipped: how many steps were skipped so far [n].
     """
-    figure = Figure(figsize=(8, 9))
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
-    _curves(top, steps, loss)
-    top.set(title="Training loss by draft position", ylabel="mean loss")
-    _curves(middle, steps, acceptance)
-    middle.set(title="Drafts accepted in training, by draft position", ylabel="share of those reached")
-    if handles := top.get_legend_handles_labels()[0]:
-        _percent(middle, "y")
+    figure = Figure(figsize=(8, 11))
+    panels = figure.subplots(4, 1, sharex=True, height_ratios=(3, 3, 2, 2))
+    _curves(panels[0], steps, loss)
+    panels[0].set(title="Training loss by draft position", ylabel="mean loss")
+    _curves(panels[1], steps, acceptance)
+    panels[1].set(title="Drafts accepted in training, by draft position", ylabel="share of those reached")
+    if handles := panels[0].get_legend_handles_labels()[0]:
+        _percent(panels[1], "y")
         figure.legend(handles=handles, title="draft\nposition", loc="outside right upper")
-    title = "Held-out acceptance length"
-    if evaluations:
-        best = max(evaluations, key=lambda found: found[1])
-        title += f": {best[1]:.2f} at its best, after step {best[0]:,}"
-        bottom.plot(*zip(*evaluations, strict=True), color=BLUE, marker="o", markersize=4)
-        bottom.scatter(*best, s=70, facecolors="none", edgecolors=ORANGE, linewidths=2, zorder=3)
-        bottom.margins(y=0.25)
-        bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    else:
-        _nothing(bottom)
-    bottom.set(title=title, ylabel="tokens per step", xlabel="optimiser step")
+    _held_out(panels[2], evaluations)
+    _gradient(panels[3], steps, norms, rates, skipped)
+    panels[3].set_xlabel("optimiser step")
+    panels[3].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     return figure
 
 
@@ -226,13 +225,66 @@ def _curves(axes: Axes, steps: Sequence[int], rows: Sequence[Sequence[float | No
     if not count:
         _nothing(axes)
         return
-    size = -(-len(steps) // _POINTS)
-    groups = [slice(start, start + size) for start in range(0, len(steps), size)]
+    groups = _groups(steps)
     at = [_mean(steps[group]) for group in groups]
     colours = mpl.colormaps["cividis"]
     for position in range(count):
         values = [_mean([row[position] for row in rows[group]]) for group in groups]
         axes.plot(at, values, color=colours(position / max(count, 2)), linewidth=1.6, label=str(position + 1))
+
+
+def _held_out(axes: Axes, evaluations: Sequence[tuple[int, float]]) -> None:
+    """Draw the acceptance length on the held-out split, with a ring around the best."""
+    title = "Held-out acceptance length"
+    if evaluations:
+        best = max(evaluations, key=lambda found: found[1])
+        title += f": {best[1]:.2f} at its best, after step {best[0]:,}"
+        axes.plot(*zip(*evaluations, strict=True), color=BLUE, marker="o", markersize=4)
+        axes.scatter(*best, s=70, facecolors="none", edgecolors=ORANGE, linewidths=2, zorder=3)
+        axes.margins(y=0.25)
+    else:
+        _nothing(axes)
+    axes.set(title=title, ylabel="tokens per step")
+
+
+def _gradient(
+    axes: Axes, steps: Sequence[int], norms: Sequence[float | None], rates: Sequence[float], skipped: Sequence[int]
+) -> None:
+    """Draw the gradient's norm, in a band of its extremes where lines are averaged; a cross for skipped steps."""
+    if not steps:
+        _nothing(axes)
+        return
+    groups = _groups(steps)
+    at = [_mean(steps[group]) for group in groups]
+    known = [[norm for norm in norms[group] if norm is not None] for group in groups]
+    nan = float("nan")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    lowest, highest = ([bound(group, default=nan) for group in known] for bound in (min, max))
+    axes.fill_between(at, lowest, highest, color=BLUE, alpha=0.25, linewidth=0)
+    axes.plot(at, [_mean(group) for group in known], color=BLUE, linewidth=1.6)
+    totals = [0, *(skipped[group][-1] for group in groups)]
+    marked = [step for step, before, after in zip(at, totals, totals[1:], strict=False) if after > before]
+    axes.scatter(
+        marked, [0.06] * len(marked), color="black", marker="x", transform=axes.get_xaxis_transform(), zorder=3
+    )
+    right = axes.twinx()
+    right.plot(at, [_mean(rates[group]) for group in groups], color=ORANGE, linewidth=1.6, linestyle="--")
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    right.set_ylim(0, None)
+    right.grid(visible=False)
+    count = f"{totals[-1]:,} step{'' if totals[-1] == 1 else 's'}" if totals[-1] else "no step"
+    axes.set(title=f"Gradient and learning rate: {count} skipped{' (×)' if marked else ''}")
+    axes.set_ylabel("norm before clipping", color=BLUE)
+    right.set_ylabel("learning rate (dashed)", color=ORANGE)
+
+
+def _groups(steps: Sequence[int]) -> list[slice]:
+    """Return which lines of a log make one point of a curve."""
+    size = -(-len(steps) // _POINTS)
+    return [slice(start, start + size) for start in range(0, len(steps), size)]
 
 
 def _dots(axes: Axes, rows: Mapping[str, Mapping[str, float]], form: str) -> None:
