@@ -9,8 +9,11 @@ import pytest
 from eagle3.artifacts.workflow import Workflow
 
 
-def test_a_draft_follows_the_weights_that_it_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the folder's name: other weights in it make another draft, the same bytes elsewhere in time do not."""
+def test_a_draft_follows_what_it_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the folder's name: other weights in it make another draft, the same bytes elsewhere in time do not.
+
+    So does the configuration that says what the weights mean: draft.json, or config.json where there is none.
+    """
     monkeypatch.chdir(tmp_path)
     Path(".snakemake").mkdir()
     earlier = tmp_path / "earlier"
@@ -25,3 +28,11 @@ def test_a_draft_follows_the_weights_that_it_starts_from(tmp_path: Path, monkeyp
     missing, one, two, again = recipes
     assert len({missing, one, two}) == 3
     assert one == again
+    (earlier / "config.json").write_bytes(b"one")
+    plain = flow.recipe("draft")
+    (earlier / "draft.json").write_bytes(b"one")
+    ours = flow.recipe("draft")
+    (earlier / "config.json").write_bytes(b"two")
+    assert flow.recipe("draft") == ours
+    (earlier / "draft.json").write_bytes(b"two")
+    assert len({again, plain, ours, flow.recipe("draft")}) == 4

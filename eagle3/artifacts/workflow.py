@@ -16,6 +16,7 @@ import orjson
 from eagle3.artifacts import manifest
 from eagle3.artifacts.stages import stage_fingerprint, stage_settings
 from eagle3.config import Config, resolve
+from eagle3.draft.warm_start import config_file
 from eagle3.prompts import outside_files
 
 DEMO = "smollm2-135m-instruct"
@@ -74,9 +75,10 @@ class Workflow:
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
         if stage == "draft" and self.config.draft.warm_start is not None:
-            weights = Path(self.config.draft.warm_start) / "model.safetensors"
-            # Where there are none, the stage itself says so.
-            settings["warm_start_sha256"] = _hash_files([str(weights)]) if weights.is_file() else None
+            folder = Path(self.config.draft.warm_start)
+            # Where one is missing, the stage itself says so.
+            files = [path for path in (folder / "model.safetensors", config_file(folder)) if path and path.is_file()]
+            settings["warm_start_sha256"] = _hash_files([str(path) for path in files])
         return settings
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eagle3.draft.model import WEIGHTS, Draft
 from eagle3.draft.settings import DraftSettings
+from eagle3.draft.warm_start import check_config
 from eagle3.errors import Eagle3Error
 from eagle3.target import HeadWeights, Target
 
@@ -27,7 +28,7 @@ def start(draft: Draft, settings: DraftSettings, target: Target, head: HeadWeigh
     Copying a decoder layer of the target as well gained nothing on the demo.
 
     Raises:
-        Eagle3Error: the draft to start from has other tensors than this one.
+        Eagle3Error: the draft to start from has other settings or other tensors than this one.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     for parameter in draft.parameters():
@@ -40,22 +41,33 @@ def start(draft: Draft, settings: DraftSettings, target: Target, head: HeadWeigh
     draft.lm_head.weight.copy_(head.lm_head[draft.target_ids])
     draft.norm.weight.copy_(head.norm)
     if settings.warm_start is not None:
-        take_over(draft, Path(settings.warm_start))
+        take_over(draft, Path(settings.warm_start), target)
 
 
 @torch.no_grad()
-def take_over(draft: Draft, folder: Path) -> None:
+def take_over(draft: Draft, folder: Path, target: Target) -> None:
     """Copy the weights of an earlier draft; of lm_head, the rows of the tokens that both drafts know.
 
     Raises:
-        Eagle3Error: a tensor is missing, unknown or of another shape; names them all.
+        Eagle3Error: there are no weights, the earlier draft's configuration is missing or differs, or a tensor is
+            missing, unknown or of another shape; names them all.
     """
     from safetensors.torch import load_file
 
-    try:
-        found = {name.replace("midlayer.", "layers.0."): value for name, value in load_file(folder / WEIGHTS).items()}
-    except FileNotFoundError:
-        raise Eagle3Error("there is no draft to start from", where=folder / WEIGHTS) from None
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        raise Eagle3Error(
+            "there is no draft to start from",
+            where=path,
+            found=", ".join(pickled) or None,
+            remedy=f"convert it to {WEIGHTS}, as pickled weights are not read: safetensors.torch.save_file("
+            "torch.load(FILE, weights_only=True), OUTPUT)"
+            if pickled
+            else "give the folder of a draft, or set draft.warm_start to null",
+        )
+    check_config(folder, draft.config, target)
+    found = {name.replace("midlayer.", "layers.0."): value for name, value in load_file(path).items()}
     weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
     expected = dict(draft.named_parameters())
     _check_shapes(weights, expected, folder)
