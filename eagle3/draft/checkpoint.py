@@ -1,4 +1,5 @@
-"""Checkpoints in a stage's work folder: written whole or not at all, rotated, refused when the recipe changed.
+"""Checkpoints in a stage's work folder: written whole or not at all, rotated, refused when the recipe changed, and
+left out, with a word to the user, when they are damaged.
 
 A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far lie in `.checkpoints/best-<n>`. All
 randomness of training is a function of the seed, the epoch and the row, so the step number alone fixes the position
@@ -12,13 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3.console import say
 from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, sync, write_json
 
 FOLDER = ".checkpoints"
+STATE = "state.json"
 KEPT = 2
 
 
@@ -37,6 +42,7 @@ class Checkpoints:
             for left in self.folder.glob("tmp-*"):
                 shutil.rmtree(left)
             self._check_recipe(recipe)
+            self._remove_damaged()
         parallel.barrier()
 
     def _check_recipe(self, recipe: Mapping[str, Any]) -> None:
@@ -55,6 +61,22 @@ class Checkpoints:
                 remedy="change them back, or use another work folder",
             )
 
+    def _remove_damaged(self) -> None:
+        """Remove checkpoints that cannot be read, or whose best weights cannot, and say so."""
+        whole, damaged = [], False
+        for path in sorted(self.folder.glob("step-*")):
+            try:
+                best = _check(path)["best_step"]
+                if best is not None:
+                    _check(self._path("best", best))
+                whole.append(path)
+            except (Eagle3Error, FileNotFoundError, SafetensorError) as error:
+                say(f"the checkpoint {path} is damaged and left out: {str(error).splitlines()[0]}")
+                shutil.rmtree(path)
+                damaged = True
+        if damaged:
+            say(f"training goes on from {whole[-1].name}" if whole else "no checkpoint is left: training starts anew")
+
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Write a checkpoint: file name -> tensors, and JSON state whose `best_step` names the best weights.
 
@@ -64,7 +86,7 @@ class Checkpoints:
         paths = sorted(self.folder.glob("step-*"))
         for path in paths[:-KEPT]:
             shutil.rmtree(path)
-        named = {read_json(path / "state.json")["best_step"] for path in paths[-KEPT:]}
+        named = {read_json(path / STATE)["state"]["best_step"] for path in paths[-KEPT:]}
         for path in self.folder.glob("best-*"):
             if path not in {self._path("best", best) for best in named if best is not None}:
                 shutil.rmtree(path)
@@ -87,23 +109,34 @@ class Checkpoints:
         return self.folder / f"{kind}-{step:09d}"
 
     def _write(self, path: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        from safetensors.torch import save_file
-
         temporary = path.with_name(f"tmp-{path.name}")
         temporary.mkdir()
         for name, group in tensors.items():
             save_file({key: tensor.contiguous() for key, tensor in group.items()}, temporary / f"{name}.safetensors")
-        write_json(temporary / "state.json", state)
+        write_json(temporary / STATE, {"files": sorted(tensors), "state": state})
         for file in temporary.iterdir():
             sync(file)
+        sync(temporary)
         # Only best weights that no checkpoint names yet can stand there, left by a killed run.
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         sync(path.parent)
 
 
-def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    from safetensors.torch import load_file
+def _check(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint whose files are all there, with whole headers and of the length these promise.
 
-    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
-    return tensors, read_json(path / "state.json")
+    Raises:
+        Eagle3Error, FileNotFoundError, SafetensorError: one is not.
+    """
+    found = read_json(path / STATE)
+    for name in found["files"]:
+        with safe_open(path / f"{name}.safetensors", "pt"):
+            pass
+    state: dict[str, Any] = found["state"]
+    return state
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    found = read_json(path / STATE)
+    return {name: load_file(path / f"{name}.safetensors") for name in found["files"]}, found["state"]

@@ -1,16 +1,20 @@
-"""The optimisers against torch's own: clipping, skipping, and where the kernel knows neither."""
+"""The optimisers against torch's own: clipping, skipping, where the kernel knows neither, and shared by processes."""
 
 from __future__ import annotations
 
+import functools
+import math
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from eagle3.draft import optimizer
+from eagle3.draft import optimizer, parallel
 from eagle3.draft.muon import MOMENTUM, orthogonal
-from eagle3.draft.optimizer import Optimizer
+from eagle3.draft.optimizer import Optimizer, learning_rate
 from eagle3.draft.settings import DraftSettings
 
 RATE, DECAY = 0.01, 0.1
@@ -122,3 +126,75 @@ def test_a_gradient_far_longer_than_usual_is_skipped() -> None:
     before = weight.detach().clone()
     assert step(1e6)
     assert torch.equal(weight, before)
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
+    settings = DraftSettings(learning_rate=0.3, warmup=0.1)
+    rates = [learning_rate(settings, step, 200) for step in range(200)]
+    assert rates[:20] == pytest.approx([0.3 * (step + 1) / 20 for step in range(20)])
+    assert max(rates) == pytest.approx(0.3)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[20 + 60] == pytest.approx(0.3 * (1 + math.cos(math.pi / 3)) / 2)
+    assert rates[20 + 90] == pytest.approx(0.15)
+    assert 0 < rates[-1] < 1e-3 * 0.3
+    assert learning_rate(DraftSettings(learning_rate=0.3, warmup=0.0), 0, 1) == 0.3
+
+
+# Kind, and the parameters: sizes that divide badly, and a single matrix for three ranks of Muon.
+SHARED: list[tuple[Literal["muon", "adamw"], dict[str, tuple[int, ...]]]] = [
+    ("muon", SHAPES | {"q.weight": (16, 40), "bias": (23,)}),
+    ("muon", {"fc.weight": (24, 40), "lm_head.weight": (31, 24), "norm.weight": (5,)}),
+    ("adamw", SHAPES | {"q.weight": (16, 40), "bias": (23,)}),
+]
+ROWS, STEPS, HALF = 6, 8, 4
+
+
+def train_shared(folder: Path, first: int, last: int) -> None:
+    """On every rank: steps `first` .. `last`-1 of all cases, each from a file of the folder to one for every rank."""
+    torch.set_num_threads(1)
+    for case, (kind, shapes) in enumerate(SHARED):
+        generator = torch.Generator().manual_seed(0)
+        weights = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+        found = Optimizer(weights.items(), DraftSettings(optimizer=kind, weight_decay=DECAY))
+        if first:
+            before = load_file(folder / f"{case}-{first}-0")
+            for name, weight in weights.items():
+                weight.data.copy_(before.pop(name))
+            found.load_state(before)
+        for step in range(first, last):
+            initial = {name: weight.detach().clone() for name, weight in weights.items()} | found.state()
+            for row in range(ROWS):
+                generator = torch.Generator().manual_seed(ROWS * step + row)
+                for weight in weights.values():
+                    gradient = torch.randn(weight.shape, generator=generator)
+                    if row % parallel.world() == parallel.rank():
+                        assert weight.grad is not None
+                        # One row spoils the first step.
+                        weight.grad += gradient * math.nan if step == row == 0 else gradient
+            skipped = bool(found.step(RATE)[1])
+            assert skipped == (step == 0)
+            if skipped:
+                after = {**weights, **found.state()}
+                assert all(torch.equal(value, after[name]) for name, value in initial.items())
+            assert not any(bool(weight.grad.any()) for weight in weights.values() if weight.grad is not None)
+        left = {name: weight.detach().clone() for name, weight in weights.items()} | found.state()
+        save_file(left, folder / f"{case}-{last}-{parallel.rank()}")
+
+
+def test_any_number_of_processes_trains_and_continues_as_one_does(tmp_path: Path) -> None:
+    """Three ranks go half the way; one and two go on from there, and all end where one went alone."""
+    alone, shared, resumed = (tmp_path / name for name in ("alone", "shared", "resumed"))
+    for folder in (alone, shared, resumed):
+        folder.mkdir()
+    train_shared(alone, 0, HALF)
+    train_shared(alone, HALF, STEPS)
+    parallel.launch(3, functools.partial(train_shared, shared, 0, HALF))
+    for case in range(len(SHARED)):
+        (resumed / f"{case}-{HALF}-0").write_bytes((shared / f"{case}-{HALF}-0").read_bytes())
+    train_shared(resumed, HALF, STEPS)
+    parallel.launch(2, functools.partial(train_shared, shared, HALF, STEPS))
+    for case in range(len(SHARED)):
+        for step, others in (HALF, range(3)), (STEPS, range(2)):
+            expected_values = load_file(alone / f"{case}-{step}-0")
+            for path in [shared / f"{case}-{step}-{rank}" for rank in others] + [resumed / f"{case}-{step}-0"]:
+                torch.testing.assert_close(load_file(path), expected_values, atol=2e-6, rtol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 
 from eagle3.draft import train
 from eagle3.draft.model import load_draft
-from eagle3.draft.run import LOG
+from eagle3.draft.run import LOG, plan
+from eagle3.draft.samples import read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
@@ -54,6 +56,17 @@ def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == kind]
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / ".checkpoints").glob("step-*"))
+
+
+def with_records(inputs: Inputs, split: str, records: list[dict[str, Any]], folder: Path) -> Inputs:
+    """The same inputs but for one split."""
+    path = folder / f"{split}.jsonl.zst"
+    write_records(path, records)
+    return Inputs(**(vars(inputs) | {split: path}))
+
+
 @pytest.fixture(scope="module")
 def finished(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One undisturbed run."""
@@ -81,14 +94,15 @@ def test_two_runs_give_the_same_bytes(finished: tuple[Path, dict[str, Any]], inp
     assert artifact(tmp_path) == artifact(finished[0])
 
 
-@pytest.mark.parametrize(("sign", "after"), [(signal.SIGKILL, 9), (signal.SIGTERM, 4)])
+@pytest.mark.parametrize(("sign", "after", "every"), [(signal.SIGKILL, 9, 5), (signal.SIGTERM, 4, 1000)])
 def test_a_killed_run_continues_bit_for_bit(
-    sign: signal.Signals, after: int, finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
+    sign: signal.Signals, after: int, every: int, finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
 ) -> None:
+    """From the last checkpoint; asked to end, a run writes one of the step it reached, however far the next is."""
     arguments = {
         key: [str(p) for p in value] if isinstance(value, list) else str(value) for key, value in vars(inputs).items()
     }
-    command = [sys.executable, "-m", "tests.draft.test_train", json.dumps(arguments), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.draft.test_train", json.dumps(arguments), str(tmp_path), str(every)]
     child = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -96,12 +110,53 @@ def test_a_killed_run_continues_bit_for_bit(
     while child.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) >= after):
         time.sleep(0.005)
     os.kill(child.pid, sign)
-    assert child.wait() != 0
+    assert child.wait() == (-sign if sign == signal.SIGKILL else 128 + sign)
     assert not (tmp_path / "model.safetensors").exists()
     if sign == signal.SIGTERM:
-        assert len(list((tmp_path / ".checkpoints").glob("step-*"))) > 0
-    make(inputs, tmp_path)
+        (saved,) = checkpoints(tmp_path)
+        logged = json.loads(log.read_bytes().splitlines()[-1])["step"]
+        assert logged <= int(saved.name.removeprefix("step-")) < logged + SETTINGS["log_every"]
+    make(inputs, tmp_path, checkpoint_every=every)
     assert artifact(tmp_path) == artifact(finished[0])
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_run_with_damaged_checkpoints_ends_as_an_undisturbed_one(
+    damaged: int,
+    finished: tuple[Path, dict[str, Any]],
+    inputs: Inputs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The newest of two, or both."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    for name in artifact(folder):
+        (folder / name).unlink()
+    paths = checkpoints(folder)
+    assert len(paths) == 2
+    for path in paths[-damaged:]:
+        with (path / "optimizer.safetensors").open("ab") as file:
+            file.truncate(1000)
+    make(inputs, folder)
+    assert artifact(folder) == artifact(finished[0])
+    said = capsys.readouterr().err
+    assert [str(path) in said for path in paths] == [damaged == 2, True]
+    assert ("starts anew" if damaged == 2 else f"goes on from {paths[0].name}") in said
+
+
+def test_a_step_weighs_positions_alike_however_they_are_packed(inputs: Inputs, tmp_path: Path) -> None:
+    """One row holds a long and a short answer, or each has a row of its own in the same step."""
+    records = list(read_records(inputs.train))[:2]
+    start = records[1]["spans"][0][0]
+    records[1]["spans"] = [[start, start + 4]]
+    two = with_records(inputs, "train", records, tmp_path)
+    plain = {"epochs": 1, "log_every": 1, "sampled_unroll": False}
+    make(two, tmp_path / "together", **plain, batch_tokens=96, accumulate=1)
+    make(two, tmp_path / "apart", **plain, batch_tokens=16, accumulate=2)
+    (together,), (apart,) = (log_of(tmp_path / name, "train") for name in ("together", "apart"))
+    assert apart["grad_norm"] == pytest.approx(together["grad_norm"], rel=1e-4)
+    assert apart["loss"] == pytest.approx(together["loss"], rel=1e-5)
 
 
 def test_two_processes_give_what_one_gives_with_accumulation(
@@ -126,20 +181,36 @@ def test_a_changed_recipe_is_refused_with_its_keys(inputs: Inputs, tmp_path: Pat
     assert "{'draft.epochs': 2}" in str(error.value)
 
 
-def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One spoiled sample is survived; with all spoiled the run stops and names samples."""
-    spoiled = {next(iter(read_records(inputs.train)))["id"]}
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_changed_data_are_refused(split: str, inputs: Inputs, tmp_path: Path) -> None:
+    make(inputs, tmp_path / "run", epochs=1)
+    fewer = with_records(inputs, split, list(read_records(getattr(inputs, split)))[:-1], tmp_path)
+    with pytest.raises(Eagle3Error, match="settings or its data changed") as error:
+        make(fewer, tmp_path / "run", epochs=1)
+    assert f"{{'{split}': " in str(error.value)
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Samples whose hidden states are read as NaN."""
+    names: set[str] = set()
     read = HiddenStateReader.read
 
     def spoil(self: Any, sample: str, start: int = 0, stop: int | None = None, *, aux: bool = True) -> Any:
         states = read(self, sample, start, stop, aux=aux)
-        if sample in spoiled:
+        if sample in names:
             states.aux[:1] = torch.nan
         return states
 
     monkeypatch.setattr(HiddenStateReader, "read", spoil)
+    return names
+
+
+def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
+    inputs: Inputs, tmp_path: Path, spoiled: set[str]
+) -> None:
+    """One spoiled sample is survived; with all spoiled the run stops and names samples."""
+    spoiled.add(next(iter(read_records(inputs.train)))["id"])
     counts = make(inputs, tmp_path / "one", epochs=2)
     assert counts["skipped_steps"] == 2
     assert all(bool(tensor.isfinite().all()) for tensor in load_draft(tmp_path / "one").parameters())
@@ -147,6 +218,22 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
     with pytest.raises(Eagle3Error, match=r"not finite in \d+ steps in a row") as error:
         make(inputs, tmp_path / "all", max_skipped=3)
     assert sum(name in str(error.value) for name in spoiled) > 1
+
+
+def test_only_skipped_steps_in_a_row_end_the_run(inputs: Inputs, tmp_path: Path, spoiled: set[str]) -> None:
+    """Every sample is a step: each other one is spoiled, then a few that follow each other."""
+    changes = {"epochs": 1, "batch_tokens": 16, "accumulate": 1, "log_every": 1, "max_skipped": 3}
+    samples = read_samples(inputs.train)[0]
+    steps = plan(DraftSettings(**(SETTINGS | changes)), [sample.context for sample in samples])
+    in_order = [samples[step.members[0]].id for step in steps]
+    assert sorted(in_order) == sorted(sample.id for sample in samples)
+    spoiled |= set(in_order[::2])
+    assert make(inputs, tmp_path / "each other", **changes)["skipped_steps"] == 16
+    spoiled.clear()
+    spoiled |= {*in_order[4:6], *in_order[9:12]}
+    with pytest.raises(Eagle3Error, match="not finite in 3 steps in a row") as error:
+        make(inputs, tmp_path / "in a row", **changes)
+    assert all(name in str(error.value) for name in in_order[9:12])
 
 
 def test_float8_is_refused_where_there_is_none(inputs: Inputs, tmp_path: Path) -> None:
@@ -166,8 +253,7 @@ def test_a_gpu_that_is_named_is_the_one_that_kernels_run_on(monkeypatch: pytest.
 def test_hidden_states_of_other_tokens_are_refused(inputs: Inputs, tmp_path: Path) -> None:
     records = list(read_records(inputs.train))
     records[3]["input_ids"][2] += 1
-    write_records(tmp_path / "train.jsonl.zst", records)
-    changed = Inputs(**(vars(inputs) | {"train": tmp_path / "train.jsonl.zst"}))
+    changed = with_records(inputs, "train", records, tmp_path)
     with pytest.raises(Eagle3Error, match="belong to other tokens") as error:
         make(changed, tmp_path / "run", epochs=1)
     assert records[3]["id"] in str(error.value)
@@ -180,10 +266,9 @@ def test_samples_without_supervised_positions_are_counted_and_none_at_all_is_an_
     for record in records[:5]:
         start = record["spans"][0][0]
         record["spans"] = [[start, start + 1]]
-    write_records(tmp_path / "train.jsonl.zst", records)
-    changed = Inputs(**(vars(inputs) | {"train": tmp_path / "train.jsonl.zst"}))
+    changed = with_records(inputs, "train", records, tmp_path)
     assert make(changed, tmp_path / "some", epochs=1)["unsupervised_samples"] == 5
-    write_records(tmp_path / "train.jsonl.zst", records[:5])
+    changed = with_records(inputs, "train", records[:5], tmp_path)
     with pytest.raises(Eagle3Error, match="no sample has a supervised position"):
         make(changed, tmp_path / "none", epochs=1)
 
@@ -191,4 +276,5 @@ def test_samples_without_supervised_positions_are_counted_and_none_at_all_is_an_
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])
     shards = [Path(path) for path in values.pop("hidden_states")]
-    make(Inputs(**{key: Path(path) for key, path in values.items()}, hidden_states=shards), Path(sys.argv[2]))
+    given = Inputs(**{key: Path(path) for key, path in values.items()}, hidden_states=shards)
+    make(given, Path(sys.argv[2]), checkpoint_every=int(sys.argv[3]))
