@@ -153,6 +153,19 @@ def test_a_failing_stage_leaves_the_earlier_generation(bench: Bench) -> None:
     assert adopted
 
 
+def test_a_manifest_left_by_a_killed_job_is_no_file_of_the_artifact(bench: Bench) -> None:
+    def killed(folder: Path) -> Mapping[str, Any]:
+        (folder / "a.txt").write_text("abc")
+        (folder / manifest.NAME).write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.produce("lower", {}, killed, {"text": "abc"})
+    made, _ = bench.lower()
+    assert list(made.files) == ["a.txt"]
+    bench.upper()
+
+
 @pytest.mark.parametrize("damage", ["truncate", "alter", "delete"])
 def test_a_damaged_input_is_named(bench: Bench, damage: str) -> None:
     bench.lower()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle3.artifacts.workflow import Workflow
+from eagle3.errors import Eagle3Error
 
 
 def test_a_draft_follows_what_it_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,24 @@ def test_a_draft_follows_what_it_starts_from(tmp_path: Path, monkeypatch: pytest
     assert flow.recipe("draft") == ours
     (earlier / "draft.json").write_bytes(b"two")
     assert len({again, plain, ours, flow.recipe("draft")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("draft", "machine", "remedy"),
+    [
+        ({}, {"gpus": 8}, "set draft.accumulate to 8 or a multiple"),
+        ({"accumulate": 6}, {"gpus": 4}, "set draft.accumulate to 4 or a multiple"),
+        ({"float8": True}, {"device": "cpu"}, "set draft.float8 to false"),
+    ],
+)
+def test_what_the_training_will_not_do_on_this_machine_is_said_before_the_first_stage(
+    draft: dict[str, Any], machine: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"run": "r", "prompts": {"sources": [{"path": "a.jsonl"}]}, "draft": draft, "machine": machine}
+    with pytest.raises(Eagle3Error, match=remedy):
+        Workflow(values)
+    # A draft that is there may be served on any machine.
+    Path("results/r/draft").mkdir(parents=True)
+    Path("results/r/draft/manifest.json").write_text("{}")
+    Workflow(values)

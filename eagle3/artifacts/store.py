@@ -88,6 +88,8 @@ class Store:
             if found is None:
                 work = self.work / stage / key
                 work.mkdir(parents=True, exist_ok=True)
+                # Of a job that was killed between writing it and moving the folder; it would count as the stage's file.
+                (work / manifests.NAME).unlink(missing_ok=True)
                 counts = make(work)
                 found = Manifest(
                     stage=stage,

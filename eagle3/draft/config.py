@@ -75,7 +75,10 @@ def draft_config(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or int(config["intermediate_size"]),
         num_attention_heads=heads,
-        num_key_value_heads=settings.num_key_value_heads or int(config.get("num_key_value_heads") or heads),
+        # Latent attention has as many of the one kind as of the other.
+        num_key_value_heads=heads
+        if latent
+        else settings.num_key_value_heads or int(config.get("num_key_value_heads") or heads),
         head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else head_dim,
         latent=latent,
         rms_norm_eps=float(config["rms_norm_eps"]),
