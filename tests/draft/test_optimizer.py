@@ -187,7 +187,7 @@ def test_any_number_of_processes_trains_and_continues_as_one_does(tmp_path: Path
     for folder in (alone, shared, resumed):
         folder.mkdir()
     train_shared(alone, 0, HALF)
-    train_shared(alone, HALF, STEPS)
+    train_shared(alone, 0, STEPS)
     parallel.launch(3, functools.partial(train_shared, shared, 0, HALF))
     for case in range(len(SHARED)):
         (resumed / f"{case}-{HALF}-0").write_bytes((shared / f"{case}-{HALF}-0").read_bytes())
