@@ -131,6 +131,8 @@ class Run:
             shown = self.settings.model_dump()
             self.track = stack.enter_context(trackers(machine, self.folder.name, first, shown))
             bar.update(self.state["tokens"])
+            if self.timing is not None:
+                self.timing.restart()
             for number in range(first, len(self.steps)):
                 before = self.state["tokens"]
                 self._step(number, stream)

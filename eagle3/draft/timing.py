@@ -19,9 +19,10 @@ class Timing:
     def __init__(self, config: DraftConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.rate = matmul_rate(device)
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Count from now on."""
         self.started, self.waited, self.flops, self.tokens, self.supervised = time.perf_counter(), 0.0, 0.0, 0, 0
 
     def wait(self, seconds: float) -> None:
@@ -46,7 +47,7 @@ class Timing:
             "share_of_matmul_rate": self.flops / seconds / self.rate,
             "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30,
         }
-        self._restart()
+        self.restart()
         return line
 
 

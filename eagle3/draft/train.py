@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.artifacts.manifest import sha256
+from eagle3.console import summary
 from eagle3.draft import parallel
 from eagle3.draft.config import draft_config
 from eagle3.draft.float8 import require_float8
 from eagle3.draft.model import Draft
-from eagle3.draft.run import Run
+from eagle3.draft.run import TIMING, Run
 from eagle3.draft.samples import data_digest, read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.start import start
 from eagle3.draft.summary import Summariser
 from eagle3.engines.settings import MachineSettings
-from eagle3.files.records import read_json, write_json
+from eagle3.files.records import RecordLog, read_json, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target import head_weights, load_target
 
@@ -61,8 +63,18 @@ def make(
         parallel.launch(machine.gpus, work)
     else:
         work()
+    if (folder / TIMING).exists():
+        show_speed(folder / TIMING)
     counts: dict[str, Any] = read_json(folder / COUNTS)
     return counts
+
+
+def show_speed(timing: Path) -> None:
+    """Print how fast a training ran: medians, since evaluations and checkpoints fall into single lines of the log."""
+    with RecordLog(timing) as log:
+        lines = log.records
+    rates = {name: statistics.median(line[name] for line in lines) for name in lines[0] if name != "step"}
+    summary("draft: speed (medians)", {name.replace("_", " "): float(f"{rate:.4g}") for name, rate in rates.items()})
 
 
 def _train(

@@ -23,7 +23,7 @@ from eagle3.draft.samples import read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import read_records, write_records
+from eagle3.files.records import RecordLog, read_records, write_records
 from eagle3.hidden_states.reader import HiddenStateReader
 from tests.draft.conftest import Inputs
 
@@ -278,3 +278,12 @@ if __name__ == "__main__":
     shards = [Path(path) for path in values.pop("hidden_states")]
     given = Inputs(**{key: Path(path) for key, path in values.items()}, hidden_states=shards)
     make(given, Path(sys.argv[2]), checkpoint_every=int(sys.argv[3]))
+
+
+def test_the_speed_of_a_training_is_shown_by_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RecordLog(tmp_path / "timing.jsonl") as log:
+        log.append(*({"step": step, "tokens_per_second": rate} for step, rate in enumerate((900.0, 31234.5, 40000.0))))
+    train.show_speed(tmp_path / "timing.jsonl")
+    shown = capsys.readouterr().err
+    assert "tokens per second" in shown
+    assert "31,230" in shown
