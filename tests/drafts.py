@@ -66,7 +66,7 @@ def perfect_draft(target: Target) -> Draft:
     embedding, lm_head = head.embedding.float(), head.lm_head.float()
     V, H = embedding.shape
     successor = (lm_head @ embedding.T).argmax(0)
-    draft = new_draft(target, V - 1, (0, 1, 2), intermediate_size=V)
+    draft = new_draft(target, V - 1, (0, 1, 2), intermediate_size=V, fc_norm=False, norm_output=False)
     # One token that never comes is left out, so that the map from draft ids to target ids is not the identity.
     left_out = int((lm_head.norm(dim=1) == 0).nonzero()[0])
     kept = [token for token in range(V) if token != left_out]
