@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from eagle3.acceptance import AcceptanceSettings, choose, summarise
-from eagle3.draft.evaluate import evaluate
+from eagle3.draft.accelerate import compute_dtype
+from eagle3.draft.evaluate import Evaluation, evaluate
 from eagle3.draft.metrics import expected_acceptance_length
-from eagle3.draft.model import load_draft
+from eagle3.draft.model import Draft, load_draft
 from eagle3.draft.objective import Objective, Teacher
 from eagle3.draft.samples import Rows, read_samples
 from eagle3.draft.settings import DraftSettings
@@ -21,7 +22,7 @@ from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.target import head_weights, load_target
+from eagle3.target import HeadWeights, head_weights, load_target
 
 # Tokens that pass through the draft together.
 BATCH_TOKENS = 8192
@@ -53,24 +54,13 @@ def make(
     """
     torch.set_num_threads(machine.threads)
     device = choose_device(machine)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trained = load_draft(draft.parent).to(device)
     reader = HiddenStateReader(hidden_states)
     _check_layers(draft, trained.config.aux_layer_ids, reader.recipe.layer_ids[:-1])
     samples, unsupervised = read_samples(evaluation)
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
-    head = head_weights(load_target(target))
     rows = Rows(samples, reader, settings.drafts, device)
-    rows.summarise(Summariser(head, trained.target_ids, device, dtype))
-    found = evaluate(
-        trained,
-        rows,
-        Teacher.of(head, trained.target_ids, device, dtype),
-        head.embedding.to(device, dtype),
-        Objective.of(DraftSettings(unroll=settings.drafts), sampled=False),
-        settings.drafts,
-        BATCH_TOKENS,
-    )
+    found = _replay(trained, head_weights(load_target(target)), rows, device)
     figures = summarise(found.drafted, settings.drafts)
     on_served = summarise([entry for entry in found.drafted if entry.sample in served], settings.drafts)
     write_json(
@@ -90,6 +80,21 @@ def make(
         "steps": figures["steps"],
         "acceptance_length": figures["acceptance_length"],
     }
+
+
+def _replay(draft: Draft, head: HeadWeights, rows: Rows, device: torch.device) -> Evaluation:
+    """Replay serving over all samples of `rows`, with as many drafts as these have steps."""
+    dtype = compute_dtype(device)
+    rows.summarise(Summariser(head, draft.target_ids, device, dtype))
+    return evaluate(
+        draft,
+        rows,
+        Teacher.of(head, draft.target_ids, device, dtype),
+        head.embedding.to(device, dtype),
+        Objective.of(DraftSettings(unroll=rows.unroll), sampled=False),
+        rows.unroll,
+        BATCH_TOKENS,
+    )
 
 
 def _check_layers(draft: Path, trained: Sequence[int], held: Sequence[int]) -> None:

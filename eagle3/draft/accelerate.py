@@ -13,6 +13,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return what a pass of the draft computes in: bfloat16 where there are kernels for it, else float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def kernel_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
     """Replace `function` by the kernel of that name (but for a leading underscore) where its tensors are on a GPU.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,12 +125,17 @@ def _latent_shape(target: Target) -> LatentShape:
     return LatentShape(**{key: int(target.config[key]) for key in LatentShape.model_fields})
 
 
-def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
-    """Return rope parameters in transformers' current form, whichever form the target's config has."""
-    config = target.config
+def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters of a config.json in transformers' current form, whichever form they have there."""
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     values["rope_type"] = values.pop("type", None) or values.get("rope_type") or "default"
+    return values
+
+
+def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
+    """Return the target's rope parameters, as far as a draft's heads follow them."""
+    values = rope_values(target.config)
     # A draft's heads are rotated whole, whatever part of its own heads the target rotates.
     values.pop("partial_rotary_factor", None)
     if values["rope_type"] not in ROPE_TYPES:

@@ -13,6 +13,7 @@ from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.errors import Eagle3Error
 
 WEIGHTS = "model.safetensors"
+HEAD = "lm_head.weight"
 
 
 class Norm(nn.Module):

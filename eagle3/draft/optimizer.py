@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eagle3.draft import parallel
+from eagle3.draft.model import HEAD
 from eagle3.draft.muon import Muon
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.shards import Shards
@@ -19,7 +20,6 @@ from eagle3.draft.shards import Shards
 BETAS = (0.9, 0.95)
 # Where torch's fused kernel takes `grad_scale` and `found_inf` and heeds neither.
 IGNORES_SCALE = frozenset({"mps"})
-HEAD = "lm_head.weight"
 
 
 class Optimizer:

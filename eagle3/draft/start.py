@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle3.draft.model import WEIGHTS, Draft
+from eagle3.draft.model import HEAD, WEIGHTS, Draft
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.warm_start import check_config
 from eagle3.errors import Eagle3Error
@@ -15,7 +15,6 @@ from eagle3.target import HeadWeights, Target
 
 # In files of other trainers, and not weights of the draft: the target's embedding, the vocabulary map.
 _NOT_WEIGHTS = frozenset({"embed_tokens.weight", "d2t", "t2d"})
-_HEAD = "lm_head.weight"
 
 
 @torch.no_grad()
@@ -71,20 +70,20 @@ def take_over(draft: Draft, folder: Path, target: Target) -> None:
     weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
     expected = dict(draft.named_parameters())
     _check_shapes(weights, expected, folder)
-    ids = torch.arange(len(found[_HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
+    ids = torch.arange(len(found[HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
     for name, parameter in expected.items():
-        if name != _HEAD:
+        if name != HEAD:
             parameter.copy_(weights[name])
     places = torch.full((draft.config.vocab_size,), -1).index_put_((ids,), torch.arange(len(ids)))[draft.target_ids]
     known = places >= 0
-    draft.lm_head.weight[known] = weights[_HEAD][places[known]].float()
+    draft.lm_head.weight[known] = weights[HEAD][places[known]].float()
 
 
 def _check_shapes(found: dict[str, Tensor], expected: dict[str, torch.nn.Parameter], folder: Path) -> None:
     def size(tensors: dict[str, Tensor] | dict[str, torch.nn.Parameter], name: str) -> object:
         # Any number of rows will do for lm_head: they are matched by token.
         shape = list(tensors[name].shape) if name in tensors else "missing"
-        return shape[1:] if name == _HEAD and isinstance(shape, list) else shape
+        return shape[1:] if name == HEAD and isinstance(shape, list) else shape
 
     names = sorted(name for name in found.keys() | expected.keys() if size(found, name) != size(expected, name))
     if names:

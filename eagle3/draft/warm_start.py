@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from eagle3.draft.config import NAME, DraftConfig, LatentShape, read_draft_config
+from eagle3.draft.config import NAME, DraftConfig, LatentShape, read_draft_config, rope_values
 from eagle3.errors import Eagle3Error
 from eagle3.target import Target
 
@@ -127,9 +127,6 @@ def _plain_values(path: Path, target: Target) -> dict[str, Any]:
     if "transformer_layer_config" in config:
         # Speculators: the layer apart, and this default the other way round.
         config = {"norm_before_residual": True} | config["transformer_layer_config"] | config
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     heads = config.get("num_attention_heads")
     head_dim = config["hidden_size"] // heads if heads and config.get("hidden_size") else None
     latent = {key: config.get(key) for key in LatentShape.model_fields} if config.get("kv_lora_rank") else None
@@ -144,7 +141,7 @@ def _plain_values(path: Path, target: Target) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None} | {
         "attention": "mla" if latent else "gqa",
         "latent": latent and {key: value for key, value in latent.items() if value is not None},
-        "rope_parameters": rope,
+        "rope_parameters": rope_values(config),
         "aux_layer_ids": _aux_layer_ids(config, target),
     }
 

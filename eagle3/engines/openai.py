@@ -54,7 +54,7 @@ class OpenAIEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        """End nothing: the server is not ours, and connections are closed at the end of every stream."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
         """Yield answers as they come, with rebuilt ids.

@@ -31,7 +31,7 @@ class _Done:
         return True
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
