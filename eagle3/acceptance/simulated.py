@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle3.acceptance import AcceptanceSettings, choose, summarise
-from eagle3.draft.accelerate import compute_dtype
+from eagle3.draft.accelerate import pass_dtype
 from eagle3.draft.evaluate import Evaluation, evaluate
 from eagle3.draft.metrics import expected_acceptance_length
 from eagle3.draft.model import Draft, load_draft
@@ -61,19 +61,8 @@ def make(
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
     rows = Rows(samples, reader, settings.drafts, device)
     found = _replay(trained, head_weights(load_target(target)), rows, device)
-    figures = summarise(found.drafted, settings.drafts)
-    on_served = summarise([entry for entry in found.drafted if entry.sample in served], settings.drafts)
-    write_json(
-        folder / "acceptance.json",
-        {
-            "kind": "simulated",
-            "engine": None,
-            **figures,
-            "on_served_prompts": on_served,
-            "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
-            "accuracy": found.metrics["accuracy"],
-        },
-    )
+    figures = _figures(found, settings.drafts, served)
+    write_json(folder / "acceptance.json", figures)
     return {
         "samples": len(samples),
         "unsupervised_samples": unsupervised,
@@ -84,7 +73,7 @@ def make(
 
 def _replay(draft: Draft, head: HeadWeights, rows: Rows, device: torch.device) -> Evaluation:
     """Replay serving over all samples of `rows`, with as many drafts as these have steps."""
-    dtype = compute_dtype(device)
+    dtype = pass_dtype(device)
     rows.summarise(Summariser(head, draft.target_ids, device, dtype))
     return evaluate(
         draft,
@@ -95,6 +84,18 @@ def _replay(draft: Draft, head: HeadWeights, rows: Rows, device: torch.device) -
         rows.unroll,
         BATCH_TOKENS,
     )
+
+
+def _figures(found: Evaluation, drafts: int, served: Set[str]) -> dict[str, Any]:
+    """Return what `acceptance.json` holds; `served` are the samples whose prompts are served, too."""
+    return {
+        "kind": "simulated",
+        "engine": None,
+        **summarise(found.drafted, drafts),
+        "on_served_prompts": summarise([entry for entry in found.drafted if entry.sample in served], drafts),
+        "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
+        "accuracy": found.metrics["accuracy"],
+    }
 
 
 def _check_layers(draft: Path, trained: Sequence[int], held: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
+def pass_dtype(device: torch.device) -> torch.dtype:
     """Return what a pass of the draft computes in: bfloat16 where there are kernels for it, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 

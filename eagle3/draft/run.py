@@ -23,7 +23,7 @@ from torch import Tensor
 from eagle3.acceptance import summarise
 from eagle3.console import progress, say
 from eagle3.draft import parallel
-from eagle3.draft.accelerate import compute_dtype
+from eagle3.draft.accelerate import pass_dtype
 from eagle3.draft.checkpoint import Checkpoints
 from eagle3.draft.config import NAME
 from eagle3.draft.evaluate import Evaluation, evaluate
@@ -92,7 +92,7 @@ class Run:
         """Take over `draft` with its first weights; `recipe` is what must not change before the run is finished."""
         self.settings, self.machine, self.folder, self.device = settings, machine, folder, device
         self.recipe = recipe
-        dtype = compute_dtype(device)
+        dtype = pass_dtype(device)
         self.draft = draft.to(device)
         self.optimizer = Optimizer(self.draft.named_parameters(), settings)
         self.embedding = head.embedding.to(device, dtype)
