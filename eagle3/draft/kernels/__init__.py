@@ -1,0 +1,22 @@
+"""Triton kernels of the element-wise work, for GPUs. Every one has a plain twin that says what it computes.
+
+All compute in float32 and read every operand once or twice: their time is that of the memory traffic. Lengths are
+arguments, not compile-time constants, so rows do not recompile.
+"""
+
+from eagle3.draft.kernels.attention import fold, fold_backward, spread
+from eagle3.draft.kernels.layer import norm_backward, quantise, rotate, sum_rows, swiglu, swiglu_backward
+from eagle3.draft.kernels.loss import cross_entropy
+
+__all__ = [
+    "cross_entropy",
+    "fold",
+    "fold_backward",
+    "norm_backward",
+    "quantise",
+    "rotate",
+    "spread",
+    "sum_rows",
+    "swiglu",
+    "swiglu_backward",
+]
