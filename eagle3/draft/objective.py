@@ -107,14 +107,13 @@ def projected_loss(
     # In the order of `pairs`, and of teachers.
     gradient = torch.empty_like(hidden) if lm_head.gradients else None
     losses, choices = [], []
-    assert row.top is not None
-    assert row.lse is not None
+    lesson = _lesson(row, objective)
     for taught, chunk in _chunks(row, len(lm_head.value), device):
-        logits = project(row.teacher[taught], *teacher)
-        lesson = _Lesson(*_targets(logits, row.top[taught], row.lse[taught], objective.loss, objective.true_mass))
+        target = project(row.teacher[taught], *teacher)
         states = hidden.index_select(0, row.pairs[chunk])
         logits = linear(states, lm_head)
-        loss, choice, d_logits = _student(logits, row, taught, chunk, weights[chunk], lesson, objective)
+        part = Lesson(*(values[taught] for values in lesson))
+        loss, choice, d_logits = _student(logits, target, row, taught, chunk, weights[chunk], part, objective)
         losses.append(loss)
         choices.append(choice)
         if gradient is not None:
@@ -126,21 +125,37 @@ def projected_loss(
         gradient=None if gradient is None else gradient.index_select(0, row.pair_places),
         loss=loss[row.pair_places],
         drafted=drafted,
-        correct=drafted == row.top[row.ahead],
+        correct=drafted == lesson.top[row.ahead],
     )
 
 
-class _Lesson(NamedTuple):
-    """What B teacher rows teach."""
+class Lesson(NamedTuple):
+    """What R teacher rows teach, besides their logits on the draft vocabulary: the target distribution is q, r or
+    onehot(top), or 0 where a row carries no loss.
+    """
 
-    target: Tensor
-    """[B, Vd] float32: q, r or onehot(top); 0 where a row carries no loss"""
+    top: Tensor
+    """[R] int64, as in `Summary`"""
+    lse: Tensor
+    """[R]: r = exp(logits - lse)"""
+    shift: Tensor
+    """[R]: q or r = exp(logits - shift)"""
     mass: Tensor
-    """[B], its sum"""
+    """[R], the sum of the target distribution"""
     negentropy: Tensor
-    """[B], sum of target log target"""
-    true: Tensor
-    """[B, Vd], r (empty unless the loss reads it)"""
+    """[R], its sum of p log p"""
+
+
+def _lesson(row: Row, objective: Objective) -> Lesson:
+    assert row.summary is not None
+    top, lse, draft_lse, negentropy = row.summary
+    if objective.loss != "ce" and objective.true_mass:
+        mass = (draft_lse - lse).exp()
+        return Lesson(top, lse, lse, mass, mass * (negentropy + draft_lse - lse))
+    known = (top >= 0).float()
+    if objective.loss == "ce":
+        return Lesson(top, lse, lse, known, torch.zeros_like(known))
+    return Lesson(top, lse, draft_lse.masked_fill(top < 0, torch.inf), known, negentropy * known)
 
 
 def project(states: Tensor, norm: Tensor, lm_head: Tensor, eps: float) -> Tensor:
@@ -151,41 +166,48 @@ def project(states: Tensor, norm: Tensor, lm_head: Tensor, eps: float) -> Tensor
     return functional.linear(normed, lm_head)
 
 
-@compiled_on_gpu
-def _targets(logits: Tensor, top: Tensor, lse: Tensor, loss: str, true_mass: bool) -> tuple[Tensor, ...]:
-    """Logits on the draft vocabulary [B, Vd], and the summary of them all [B] -> the fields of a lesson."""
-    true = (logits - lse[:, None]).exp() if loss.startswith("lk") or true_mass else logits[:, :0]
-    if loss == "ce":
-        target = (top[:, None] == torch.arange(logits.shape[1], device=top.device)).float()
-    elif true_mass:
-        target = true
-    else:
-        target = logits.softmax(-1) * (top >= 0)[:, None]
-    negentropy = torch.special.xlogy(target, target).sum(-1)
-    return target, target.sum(-1), negentropy, true
-
-
 def _student(
-    logits: Tensor, row: Row, taught: slice, chunk: slice, weights: Tensor, lesson: _Lesson, objective: Objective
+    logits: Tensor,
+    target: Tensor,
+    row: Row,
+    taught: slice,
+    chunk: slice,
+    weights: Tensor,
+    lesson: Lesson,
+    objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, choice and weighted gradient of a chunk's logits [m, Vd]; the gradient may take their place."""
+    """Loss, choice and weighted gradient of a chunk's logits [m, Vd], by the target's logits [B, Vd]; the gradient may
+    take the place of the logits.
+    """
     if logits.is_cuda and not objective.loss.startswith("lk"):
         from eagle3.draft import kernels
 
         offsets = row.pair_offsets[taught.start : taught.stop + 1]
-        value, choice = kernels.cross_entropy(logits, offsets, len(row.alive), weights, *lesson[:3])
+        one_hot = objective.loss == "ce"
+        value, choice = kernels.cross_entropy(logits, target, offsets, len(row.alive), weights, lesson, one_hot)
         return value, choice, logits
     teachers = row.ahead[row.pairs[chunk]] - taught.start
-    return _taught(logits, teachers, weights, lesson, *objective.student)
+    return _taught(logits, target, teachers, weights, lesson, *objective.student)
 
 
 @compiled_on_gpu
 def _taught(
-    logits: Tensor, teachers: Tensor, weights: Tensor, lesson: _Lesson, loss: str, lk_scale: float, lk_decay: float
+    logits: Tensor,
+    target_logits: Tensor,
+    teachers: Tensor,
+    weights: Tensor,
+    lesson: Lesson,
+    loss: str,
+    lk_scale: float,
+    lk_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, choice and weighted gradient of logits [m, Vd] taught by rows `teachers` [m] of a lesson."""
+    if loss == "ce":
+        target = (lesson.top[:, None] == torch.arange(logits.shape[1], device=logits.device)).float()
+    else:
+        target = (target_logits - lesson.shift[:, None]).exp()
     z = logits.float()
-    target, mass = lesson.target[teachers], lesson.mass[teachers]
+    target, mass = target[teachers], lesson.mass[teachers]
     # Written so that the compiler makes one pass of all reductions; in place, since memory traffic is what costs.
     largest, choice = z.amax(-1, keepdim=True), z.argmax(-1)
     student = (z - largest).exp_()
@@ -195,7 +217,7 @@ def _taught(
         gradient = student.mul_((mass * weights)[:, None] / total).addcmul_(target, weights[:, None], value=-1)
         return value, choice, gradient.to(logits.dtype)
     student.div_(total)
-    true = lesson.true[teachers]
+    true = (target_logits - lesson.lse[:, None]).exp()[teachers]
     below = (student < true).float()
     accepted = torch.minimum(student, true).sum(-1)
     d_accepted = student * (below - (student * below).sum(-1, keepdim=True))

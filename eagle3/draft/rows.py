@@ -21,7 +21,11 @@ class Summary(NamedTuple):
     top: Tensor
     """[R] int32: the target's most likely token as an index into the draft vocabulary; -1 if it is outside"""
     lse: Tensor
-    """[R] float32: over the whole vocabulary"""
+    """[R] float32: log-sum-exp of its logits l over the whole vocabulary"""
+    draft_lse: Tensor
+    """[R] float32: over the draft vocabulary D"""
+    negentropy: Tensor
+    """[R] float32: sum of q log q, q = softmax(l[D])"""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,13 @@ class Row:
     pair_offsets: Tensor
     """the same as int64 on the device"""
     segments: Segments
-    top: Tensor | None = None
-    """[R] int64 and, below, [R] float32: as in `Summary`, by rank; None until `taught`. Only the loss reads them."""
-    lse: Tensor | None = None
+    summary: Summary | None = None
+    """by rank, `top` as int64; None until `taught`. Only the loss reads it."""
 
     def taught(self, summaries: Sequence[Summary]) -> Row:
         """Add the summaries of the row's samples."""
-        top, lse = (torch.cat(parts) for parts in zip(*summaries, strict=True))
-        return replace(self, top=top.long(), lse=lse)
+        whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
+        return replace(self, summary=whole._replace(top=whole.top.long()))
 
     def to(self, device: torch.device) -> Row:
         """Move the row; asynchronous from pinned memory."""
@@ -89,7 +92,8 @@ class Row:
             q_offsets=self.segments.q_offsets.to(device, non_blocking=True),
             k_offsets=self.segments.k_offsets.to(device, non_blocking=True),
         )
-        return replace(self, segments=segments, **moved)
+        summary = self.summary and Summary(*(part.to(device, non_blocking=True) for part in self.summary))
+        return replace(self, segments=segments, summary=summary, **moved)
 
     def pin(self) -> Row:
         """Copy the row into page-locked memory."""
@@ -98,7 +102,8 @@ class Row:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return replace(self, **pinned)
+        summary = self.summary and Summary(*(part.pin_memory() for part in self.summary))
+        return replace(self, summary=summary, **pinned)
 
 
 def build_row(

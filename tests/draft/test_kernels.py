@@ -79,17 +79,19 @@ def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, ste
 
 @interpreted
 def test_cross_entropy(kernels: Any) -> None:
-    # Teachers with 3, 0, 2 and 7 students; the second row of targets carries no loss.
+    # Teachers with 3, 0, 2 and 7 students; the third one carries no loss.
     counts, size = torch.tensor([3, 0, 2, 7]), 600
     offsets = 5 + torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    target = (2 * randn(4, size)).softmax(-1) * torch.tensor([1.0, 1.0, 0.0, 0.5])[:, None]
-    entropy = torch.special.xlogy(target, target).sum(-1)
-    lesson = objective._Lesson(target, target.sum(-1), entropy, target[:, :0])
-    logits, factors = 3 * randn(12, size), randn(12).abs()
+    target, mass = 2 * randn(4, size), torch.tensor([1.0, 1.0, 0.0, 0.5])
+    lse = target.logsumexp(-1)
+    lesson = objective.Lesson(torch.tensor([7, 0, -1, 599]), lse, lse - mass.log(), mass, randn(4))
     teachers = torch.repeat_interleave(torch.arange(4), counts)
-    value, choice, gradient = objective._taught(logits, teachers, factors, lesson, "kl", 1.0, 1.0)
-    found = kernels.cross_entropy(logits, offsets, 7, factors, *lesson[:3])
-    close((*found, logits), (value, choice, gradient))
+    for loss in ("kl", "ce"):
+        logits, factors = 3 * randn(12, size), randn(12).abs()
+        logits[4, [70, 400]] = 20.0
+        expected = objective._taught(logits, target, teachers, factors, lesson, loss, 1.0, 1.0)
+        found = kernels.cross_entropy(logits, target, offsets, 7, factors, lesson, loss == "ce")
+        close((*found, logits), expected)
 
 
 @interpreted
