@@ -50,28 +50,35 @@ class Attention:
         """Take what roots see, the slots of all of them [R], and the factor on the scores."""
         self.keys, self.slots, self.segments, self.scale = keys, slots, segments, scale
         self.wide: tuple[Tensor, ...] = ()
+        self.sums: list[Tensor] = []
+        # Roots that backward has seen in a later step.
+        self.seen = 0
 
-    def forward(self, q: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, t: int, out: Tensor) -> Tensor:
         """Attend from the n roots of step t, whose own keys of steps 1..t are there.
 
         Args:
             q: [n, Hq, d] queries, rotated.
             t: the step.
+            out: [n, Hq, dv], where to put the output.
 
         Returns:
-            output [n, Hq, dv] and log-sum-exp [n, Hq] in float32.
+            log-sum-exp [n, Hq] in float32.
         """
         if not self.wide:
             self.wide = (q.new_zeros(self.segments.q[-1], *q.shape[1:]),)
         slots = self.slots[: len(q)]
         _spread(slots, (q,), self.wide)
-        out, lse = causal_forward(self.wide[0], self.keys.k0, self.keys.v0, self.segments, self.scale)
-        return _fold(q, out, lse, slots, self.keys, t, self.scale)
+        wide_out, wide_lse = causal_forward(self.wide[0], self.keys.k0, self.keys.v0, self.segments, self.scale)
+        return _fold(q, wide_out, wide_lse, slots, self.keys, t, self.scale, out)
 
     def backward(
         self, d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, t: int, gradients: Keys, d_q: Tensor
     ) -> None:
-        """Write the gradient of q to `d_q`; add those of the keys and values to `gradients`. The last step is first."""
+        """Write the gradient of q to `d_q`; add those of the keys and values to `gradients`.
+
+        The last step is first, and step 0 is last: only then are the gradients of step-0 keys and values there.
+        """
         if len(self.wide) == 1:
             # From here on the roots only become more: what has no root keeps a softmax of 0.
             N, shape = self.segments.q[-1], out.shape[1:]
@@ -81,10 +88,13 @@ class Attention:
         _spread(slots, (q, d_out, out, lse), self.wide)
         wide_q, wide_d, wide_out, wide_lse = self.wide
         k0, v0 = self.keys.k0, self.keys.v0
-        wide_d_q, dk, dv = causal_backward(wide_d, wide_q, wide_out, wide_lse, k0, v0, self.segments, self.scale)
-        gradients.k0.add_(dk)
-        gradients.v0.add_(dv)
-        _fold_backward(d_q, wide_d_q, d_out, q, out, lse, slots, self.keys, gradients, t, self.scale)
+        wide_d_q, *found = causal_backward(wide_d, wide_q, wide_out, wide_lse, k0, v0, self.segments, self.scale)
+        self.sums = [total.add_(x) for total, x in zip(self.sums, found, strict=True)] if self.sums else found
+        if t == 0:
+            gradients.k0.copy_(self.sums[0])
+            gradients.v0.copy_(self.sums[1])
+        _fold_backward(d_q, wide_d_q, d_out, q, out, lse, slots, self.keys, gradients, t, self.scale, self.seen)
+        self.seen = len(q)
 
 
 @kernel_on_gpu
@@ -96,17 +106,20 @@ def _spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]
 
 @kernel_on_gpu
 def _fold(
-    q: Tensor, out: Tensor, lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Read a finished softmax from the roots' slots [N, ...] and add their own keys of some steps."""
+    q: Tensor, wide_out: Tensor, wide_lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float, out: Tensor
+) -> Tensor:
+    """Read a finished softmax from the roots' slots [N, ...] and add their own keys of some steps; write the output to
+    `out` and return the log-sum-exp.
+    """
     own = _own_rows(keys, steps, len(q))
     grouped = q.float().unflatten(1, (keys.own_k.shape[1], -1))
     scores = (grouped * keys.own_k[own].float()[:, :, :, None]).sum(-1) * scale
-    before = lse[slots].view(scores.shape[1:])
+    before = wide_lse[slots].view(scores.shape[1:])
     total = torch.logaddexp(before, scores.logsumexp(0))
-    result = out[slots].float().unflatten(1, (keys.own_k.shape[1], -1)) * (before - total).exp()[..., None]
+    result = wide_out[slots].float().unflatten(1, (keys.own_k.shape[1], -1)) * (before - total).exp()[..., None]
     result += ((scores - total).exp()[..., None] * keys.own_v[own].float()[:, :, :, None]).sum(0)
-    return result.flatten(1, 2).to(out.dtype), total.flatten(1)
+    out.copy_(result.flatten(1, 2))
+    return total.flatten(1)
 
 
 @kernel_on_gpu
@@ -122,14 +135,19 @@ def _fold_backward(
     gradients: Keys,
     steps: int,
     scale: float,
+    seen: int,
 ) -> None:
-    """Write to `d_q` what the roots' slots hold and the part of their own keys; add the gradients of these."""
+    """Write to `d_q` what the roots' slots hold and the part of their own keys; add the gradients of these, which are
+    there for the first `seen` roots.
+    """
     own = _own_rows(keys, steps, len(q))
     grouped, d_grouped = (x.float().unflatten(1, (keys.own_k.shape[1], -1)) for x in (q, d_out))
     delta = (d_out.float() * out.float()).sum(-1).view(grouped.shape[:-1])
     wide = keys.own_k[own].float()[:, :, :, None]
     weights = ((grouped * wide).sum(-1) * scale - lse.view(delta.shape)).exp()
     d_scores = weights * ((d_grouped * keys.own_v[own].float()[:, :, :, None]).sum(-1) - delta) * scale
+    gradients.own_k[own[:, seen:]] = 0
+    gradients.own_v[own[:, seen:]] = 0
     gradients.own_k[own] += (d_scores[..., None] * grouped).sum(3)
     gradients.own_v[own] += (weights[..., None] * d_grouped).sum(3)
     d_q.copy_(wide_d_q[slots].float() + (d_scores[..., None] * wide).sum(0).flatten(1, 2))

@@ -139,11 +139,11 @@ class LatentProjections(NamedTuple):
         return projected.new_empty(len(projected), self.heads, len(self.q_b.value) // self.heads)
 
     def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, K] -> keys [n, Hq, nope+rope] and values [n, Hq, dv], as zeros."""
+        """[n, K] -> keys [n, Hq, nope+rope] and values [n, Hq, dv]."""
         rank, both = len(self.kv_norm.value), len(self.kv_b.value) // self.heads
         rope = projected.shape[1] - rank
-        keys = projected.new_zeros(len(projected), self.heads, self.nope + rope)
-        return keys, projected.new_zeros(len(projected), self.heads, both - self.nope)
+        keys = projected.new_empty(len(projected), self.heads, self.nope + rope)
+        return keys, projected.new_empty(len(projected), self.heads, both - self.nope)
 
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
         """[n, Q] -> queries [n, Hq, nope+rope], their last part rotated."""

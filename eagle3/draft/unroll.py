@@ -16,8 +16,8 @@ of every tensor. Beyond K_0 and V_0, nothing is computed where no root stands. A
 that reads the token depends on the position p+1+t alone: it is computed once per position, not once per step.
 
 Backward is written out. All steps share weights, K_0, V_0 and token halves: autograd would make a gradient of each for
-every step and add them up afterwards; here they are added up in place. And what is cheap to compute again (norms,
-SwiGLU) is not kept.
+every step and add them up afterwards; here the gradient of a matrix is one product over all steps, and the others are
+added up in place. What is cheap to compute again (norms, SwiGLU) is not kept.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from eagle3.draft.rows import Row
 from eagle3.draft.weights import (
     Weight,
     add_linear,
+    add_rows,
     input_backward,
     linear,
     linear_backward,
@@ -149,20 +150,12 @@ class _Unroll(torch.autograd.Function):
         return None, None, None, d_tokens, d_aux
 
 
-class _Step(NamedTuple):
-    """What backward needs of one step, besides what the pass has of all steps."""
-
-    q: Tensor
-    attended: Tensor
-    """[n, Hq, dv], and its log-sum-exp [n, Hq]"""
-    lse: Tensor
-    middle: Tensor
-    """[n, H] g_t with the attention's part alone"""
-    gate_up: Tensor
-
-
 class _Pass:
-    """One forward and at most one backward over a row."""
+    """One forward and at most one backward over a row.
+
+    What backward needs of the steps lies together, one step after the other [M, ...], so that the gradient of a weight
+    is one product over all of them. Backward puts gradients where it has read the last of what was there.
+    """
 
     def __init__(self, weights: Weights, row: Row, tokens: Tensor, aux: Tensor, *, keep: bool) -> None:
         """Take tokens' embeddings [C, H] and auxiliary states [C, A, H]; `keep` what backward needs."""
@@ -172,19 +165,35 @@ class _Pass:
         # Root p at step t is rotated as position p+t.
         self.positions = row.positions[row.root_context[row.ahead]].split(row.alive)
         self.rotary = rotary(weights.config, row.segments.longest[1], tokens.device)
-        self.steps: list[_Step] = []
+        self.results = self._steps(weights.config.hidden_size)
+        room = self._steps if keep else self._once
+        # g_t with the attention's part alone.
+        self.middle, self.gate_up = room(weights.config.hidden_size), room(len(weights.gate_up.value))
+        self.queries: list[Tensor] = []
+        self.lse: list[Tensor] = []
+
+    def _steps(self, *shape: int) -> Tensor:
+        """Room for all steps [M, ...]."""
+        return self.tokens.new_empty(sum(self.row.alive), *shape)
+
+    def _once(self, *shape: int) -> Tensor:
+        """Room for one step."""
+        return self.tokens.new_empty(self.row.alive[0], *shape)
+
+    def _at(self, t: int, room: Tensor) -> Tensor:
+        """The part of step t [n, ...]."""
+        n, edge = self.row.alive[t], sum(self.row.alive[:t])
+        return room[edge : edge + n] if len(room) == len(self.results) else room[:n]
 
     def forward(self) -> Tensor:
         """Return h_t of all steps [M, H]."""
         w, row = self.weights, self.row
         self.context = linear(self._mixed(), w.fc)
         self._start()
-        results: list[Tensor] = []
         stream = self.context.index_select(0, self.roots)
         for t, n in enumerate(row.alive):
-            results.append(self._step(t, stream[:n]))
-            stream = norm(results[t], w.norm, self.eps) if w.config.norm_output else results[t]
-        self.results = torch.cat(results)
+            result = self._step(t, stream[:n])
+            stream = norm(result, w.norm, self.eps) if w.config.norm_output else result
         return norm(self.results, w.norm, self.eps)
 
     def _start(self) -> None:
@@ -200,6 +209,8 @@ class _Pass:
         keys = self._room(self.projected0, self.projected)
         heads.keys(self.projected0, keys.k0, keys.v0, row.positions, self.rotary)
         self.attention = Attention(keys, row.slots, row.segments, heads.scale)
+        shape = w.config.num_attention_heads, keys.v0.shape[2]
+        self.attended = self._steps(*shape) if self.keep else self._once(*shape)
 
     def _room(self, projected0: Tensor, projected: Tensor) -> Keys:
         """Where keys and values go, or their gradients; roots have none of their own in step 0."""
@@ -215,7 +226,7 @@ class _Pass:
         """g_{t-1} [n, H] -> g_t."""
         w, heads = self.weights, self.heads
         normed = norm(stream, w.hidden_norm, self.eps)
-        projected = self.projected.split(self.row.alive)[t]
+        projected = self._at(t, self.projected)
         for_q, for_kv = self._halves(projected)
         if t > 0:
             add_linear(projected, normed, heads.feature.whole)
@@ -223,52 +234,57 @@ class _Pass:
         else:
             add_linear(for_q, normed, heads.feature.q)
         q = heads.queries(for_q, self.positions[t], self.rotary)
-        attended, lse = self.attention.forward(q, t)
-        residual = normed if w.config.norm_before_residual else stream
-        middle = linear(attended.flatten(1), w.output, residual)
-        gate_up = linear(norm(middle, w.post_norm, self.eps), w.gate_up)
+        attended = self._at(t, self.attended)
+        lse = self.attention.forward(q, t, attended)
         if self.keep:
-            self.steps.append(_Step(q, attended, lse, middle, gate_up))
-        return linear(swiglu(gate_up), w.down, middle)
+            self.queries.append(q)
+            self.lse.append(lse)
+        residual = normed if w.config.norm_before_residual else stream
+        middle = linear(attended.flatten(1), w.output, residual, self._at(t, self.middle))
+        gate_up = linear(norm(middle, w.post_norm, self.eps), w.gate_up, out=self._at(t, self.gate_up))
+        return linear(swiglu(gate_up), w.down, middle, self._at(t, self.results))
 
     def backward(self, d_hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the outputs [M, H] -> gradients of the tokens' embeddings [C, H] and of g_{-1} [C, H]."""
         w, row = self.weights, self.row
-        self.d_projected0, self.d_projected = torch.zeros_like(self.projected0), torch.empty_like(self.projected)
-        self._halves(self.d_projected)[1].zero_()
+        # The input of every step.
+        self.streams = torch.cat([self._stream(t) for t in range(len(row.alive))])
+        self.d_projected0, self.d_projected = torch.empty_like(self.projected0), torch.empty_like(self.projected)
+        self._halves(self._at(0, self.d_projected))[1].zero_()
         self.gradients = self._room(self.d_projected0, self.d_projected)
-        if not w.config.norm_output:
-            d_hidden = norm_backward(d_hidden, self.results, w.norm, self.eps)
+        if w.config.norm_output:
+            self.d_results = d_hidden.clone()
+        else:
+            self.d_results = norm_backward(d_hidden, self.results, w.norm, self.eps)
+        self.d_middle, self.activated = self._steps(self.results.shape[1]), self._steps(w.down.value.shape[1])
         d_stream = d_hidden.new_empty(0, d_hidden.shape[1])
-        for t, d_output in reversed(list(enumerate(d_hidden.split(row.alive)))):
-            d_stream = self._step_backward(t, self._result_backward(t, d_output, d_stream))
+        for t in reversed(range(len(row.alive))):
+            d_result = self._at(t, self.d_results)
+            d_result[: len(d_stream)].add_(d_stream)
+            if w.config.norm_output:
+                norm_backward(d_result, self._at(t, self.results), w.norm, self.eps, out=d_result)
+            d_stream = self._step_backward(t, d_result)
+        self._weights_backward()
         return self._start_backward(d_stream)
-
-    def _result_backward(self, t: int, d_output: Tensor, d_next: Tensor) -> Tensor:
-        """Gradient of g_t from those of h_t by the loss (or of g_t itself) and of what step t+1 read [n_{t+1}, H]."""
-        if not self.weights.config.norm_output:
-            return _add_first(d_output, d_next)
-        d_output = _add_first(d_output.clone(), d_next)
-        return norm_backward(d_output, self.results.split(self.row.alive)[t], self.weights.norm, self.eps)
 
     def _step_backward(self, t: int, d_result: Tensor) -> Tensor:
         """Gradient of g_t [n, H] -> that of g_{t-1}; those of keys, values and projected tokens stay in the pass."""
-        w, heads, step = self.weights, self.heads, self.steps.pop()
-        d_middle = self._mlp_backward(d_result, step)
-        d_attended = linear_backward(d_middle, step.attended.flatten(1), w.output).view_as(step.attended)
-        projected, d_projected = (x.split(self.row.alive)[t] for x in (self.projected, self.d_projected))
+        w, heads = self.weights, self.heads
+        d_middle = self._mlp_backward(t, d_result)
+        attended, q = self._at(t, self.attended), self.queries.pop()
+        d_attended = input_backward(d_middle, w.output).view_as(attended)
+        projected, d_projected = self._at(t, self.projected), self._at(t, self.d_projected)
         (for_q, for_kv), (d_for_q, d_for_kv) = self._halves(projected), self._halves(d_projected)
         d_q = heads.query_room(d_for_q)
-        self.attention.backward(d_attended, step.q, step.attended, step.lse, t, self.gradients, d_q)
+        self.attention.backward(d_attended, q, attended, self.lse.pop(), t, self.gradients, d_q)
         heads.queries_backward(d_q, for_q, d_for_q, self.positions[t], self.rotary)
-        stream = self._stream(t)
-        normed = norm(stream, w.hidden_norm, self.eps)
+        stream = self._at(t, self.streams)
         if t > 0:
             d_own = self._own(self.gradients, t)
             heads.keys_backward(*d_own, for_kv, d_for_kv, self.positions[t], self.rotary)
-            d_normed = linear_backward(d_projected, normed, heads.feature.whole)
+            d_normed = input_backward(d_projected, heads.feature.whole)
         else:
-            d_normed = linear_backward(d_for_q, normed, heads.feature.q)
+            d_normed = input_backward(d_for_q, heads.feature.q)
         if w.config.norm_before_residual:
             return norm_backward(d_normed.add_(d_middle), stream, w.hidden_norm, self.eps)
         return norm_backward(d_normed, stream, w.hidden_norm, self.eps, d_middle)
@@ -277,15 +293,27 @@ class _Pass:
         """What step t read [n, H]."""
         if t == 0:
             return self.context.index_select(0, self.roots)
-        before = self.results.split(self.row.alive)[t - 1][: self.row.alive[t]]
+        before = self._at(t - 1, self.results)[: self.row.alive[t]]
         return norm(before, self.weights.norm, self.eps) if self.weights.config.norm_output else before
 
-    def _mlp_backward(self, d_result: Tensor, step: _Step) -> Tensor:
-        w = self.weights
-        activated, d_gate_up = swiglu_backward(input_backward(d_result, w.down), step.gate_up)
-        weight_backward(d_result, activated, w.down)
-        d_normed = linear_backward(d_gate_up, norm(step.middle, w.post_norm, self.eps), w.gate_up)
-        return norm_backward(d_normed, step.middle, w.post_norm, self.eps, d_result)
+    def _mlp_backward(self, t: int, d_result: Tensor) -> Tensor:
+        w, gate_up, middle = self.weights, self._at(t, self.gate_up), self._at(t, self.middle)
+        swiglu_backward(input_backward(d_result, w.down, self._at(t, self.activated)), gate_up)
+        d_normed = input_backward(gate_up, w.gate_up)
+        return norm_backward(d_normed, middle, w.post_norm, self.eps, d_result, self._at(t, self.d_middle))
+
+    def _weights_backward(self) -> None:
+        """The gradients of the matrices that every step reads."""
+        w, feature, first = self.weights, self.heads.feature, self.row.alive[0]
+        weight_backward(self.d_results, self.activated, w.down)
+        del self.d_results, self.activated
+        weight_backward(self.gate_up, norm(self.middle, w.post_norm, self.eps), w.gate_up)
+        del self.gate_up, self.middle
+        weight_backward(self.d_middle, self.attended.flatten(1), w.output)
+        del self.d_middle, self.attended
+        normed = norm(self.streams, w.hidden_norm, self.eps)
+        weight_backward(self._halves(self.d_projected[:first])[0], normed[:first], feature.q)
+        weight_backward(self.d_projected[first:], normed[first:], feature.whole)
 
     def _start_backward(self, d_stream: Tensor) -> tuple[Tensor, Tensor]:
         """Go back from the gradient of the roots' g_{-1} [R, H], and those in the pass, to the inputs."""
@@ -294,14 +322,14 @@ class _Pass:
         normed = norm(self.context, w.hidden_norm, self.eps)
         d_normed = linear_backward(self.d_projected0, normed, heads.feature.kv)
         d_context = norm_backward(d_normed, self.context, w.hidden_norm, self.eps)
-        d_context.index_add_(0, self.roots, d_stream)
+        add_rows(d_context, self.roots, d_stream)
         weight_backward(d_context, self._mixed(), w.fc)
         entering = norm(self.tokens, w.input_norm, self.eps)
         d_q, d_kv = self._halves(_sum_rows(self.d_projected, row.pairs, row.pair_offsets))
-        self.d_projected0.index_add_(0, row.root_context, d_kv)
+        add_rows(self.d_projected0, row.root_context, d_kv)
         d_entering = linear_backward(self.d_projected0, entering, heads.token.kv)
         d_roots = linear_backward(d_q, entering.index_select(0, row.root_context), heads.token.q)
-        d_entering.index_add_(0, row.root_context, d_roots)
+        add_rows(d_entering, row.root_context, d_roots)
         return norm_backward(d_entering, self.tokens, w.input_norm, self.eps), d_context
 
     def _mixed(self) -> Tensor:
@@ -322,12 +350,6 @@ class _Pass:
         """The columns for queries, and those for keys and values."""
         queries = len(self.heads.token.q.value)
         return projected[:, :queries], projected[:, queries:]
-
-
-def _add_first(x: Tensor, first: Tensor) -> Tensor:
-    """Add to the first rows, in place."""
-    x[: len(first)].add_(first)
-    return x
 
 
 @kernel_on_gpu

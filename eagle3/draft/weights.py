@@ -74,12 +74,16 @@ def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (first.as_strided((sum(map(len, gradients)), *first.shape[1:]), first.stride()),)
 
 
-def linear(x: Tensor, weight: Weight, plus: Tensor | None = None) -> Tensor:
-    """[n, in] -> [n, out], plus a tensor of that shape."""
+def linear(x: Tensor, weight: Weight, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """[n, in] -> [n, out], plus a tensor of that shape; into `out`, if given."""
     if weight.float8 is not None:
-        out = product(x, weight.float8.rows)
-        return out if plus is None else out.add_(plus)
-    return functional.linear(x, weight.value) if plus is None else torch.addmm(plus, x, weight.value.mT)
+        product_ = product(x, weight.float8.rows)
+        if plus is not None:
+            product_.add_(plus)
+        return product_ if out is None else out.copy_(product_)
+    if plus is None:
+        return torch.mm(x, weight.value.mT, out=out)
+    return torch.addmm(plus, x, weight.value.mT, out=out)
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
@@ -95,9 +99,12 @@ def linear_backward(d_out: Tensor, x: Tensor, weight: Weight) -> Tensor:
     return input_backward(d_out, weight)
 
 
-def input_backward(d_out: Tensor, weight: Weight) -> Tensor:
-    """Gradient of the output [n, out] -> of x [n, in]."""
-    return d_out @ weight.value if weight.float8 is None else product(d_out, weight.float8.columns)
+def input_backward(d_out: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    """Gradient of the output [n, out] -> of x [n, in], into `out`, if given."""
+    if weight.float8 is None:
+        return torch.mm(d_out, weight.value, out=out)
+    d_x = product(d_out, weight.float8.columns)
+    return d_x if out is None else out.copy_(d_x)
 
 
 def weight_backward(d_out: Tensor, x: Tensor, weight: Weight) -> None:
@@ -119,20 +126,38 @@ def norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.value.shape, weight.value, eps)
 
 
-def norm_backward(d_out: Tensor, x: Tensor, weight: Weight, eps: float, plus: Tensor | None = None) -> Tensor:
-    """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape."""
-    return _norm_backward(d_out, x, weight.value, eps, plus, weight.gradients[0])
+def norm_backward(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Weight,
+    eps: float,
+    plus: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape; into `out`, if given, which
+    may be `d_out`.
+    """
+    room = x.new_empty(x.shape) if out is None else out
+    return _norm_backward(d_out, x, weight.value, eps, plus, weight.gradients[0], room)
 
 
 @kernel_on_gpu
-def _norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor) -> Tensor:
+def _norm_backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor, out: Tensor
+) -> Tensor:
     d, wide = d_out.float(), x.float()
     inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     normed = wide * inverse
     d_normed = d * weight
     d_x = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)) * inverse
     total.add_((d * normed).sum(0))
-    return (d_x if plus is None else d_x + plus).to(x.dtype)
+    return out.copy_(d_x if plus is None else d_x.add_(plus))
+
+
+@kernel_on_gpu
+def add_rows(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """Add x [n, H] to some rows of `total`, none of them twice."""
+    total.index_add_(0, rows, x)
 
 
 @kernel_on_gpu
@@ -143,9 +168,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @kernel_on_gpu
-def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output again, which is cheaper than to keep it, and the gradient of gate_up."""
+def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> None:
+    """Overwrite the gradient [n, I] by the output, which is cheaper to compute again than to keep, and gate_up by its
+    gradient.
+    """
     gate, up = gate_up.float().chunk(2, -1)
     d, sigmoid = d_out.float(), gate.sigmoid()
     d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return (gate * sigmoid * up).to(d_out.dtype), torch.cat([d_gate, d * gate * sigmoid], -1).to(d_out.dtype)
+    out, d_gate_up = gate * sigmoid * up, torch.cat([d_gate, d * gate * sigmoid], -1)
+    d_out.copy_(out)
+    gate_up.copy_(d_gate_up)

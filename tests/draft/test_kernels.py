@@ -56,14 +56,18 @@ def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, ste
     starts = 5 + torch.cat([torch.tensor([0]), (n + 2 - torch.arange(3)).cumsum(0)])
     own = [randn(30, groups + 1, size)[:, 1:] for size in (d, dv)]
     keys = attention.Keys(q, q, *own, starts)
-    joint, total = attention._fold(q, out, lse, slots, keys, steps, scale)
-    close(kernels.fold(q, out, lse, slots, keys, steps, scale), (joint, total))
+    joint, found = torch.empty(2, n, heads, dv).unbind()
+    total = attention._fold(q, out, lse, slots, keys, steps, scale, joint)
+    close((kernels.fold(q, out, lse, slots, keys, steps, scale, found), found), (total, joint))
 
     def gradients(backward: Any) -> tuple[Tensor, ...]:
         d_q, before = randn(n, heads + groups, d), [-randn(30, groups + 1, size) for size in (d, dv)]
+        # Whatever lies where no gradient is yet.
+        for gradient in before:
+            gradient[[start - starts[0] + n - 1 for start in starts[:steps].tolist()], 1:] = torch.nan
         changed = attention.Keys(q, q, *(x[:, 1:] for x in before), starts)
         d_wide, d_out = randn(n + 3, heads, d), randn(n, heads, dv)
-        backward(d_q[:, :heads], d_wide, d_out, q, joint, total, slots, keys, changed, steps, scale)
+        backward(d_q[:, :heads], d_wide, d_out, q, joint, total, slots, keys, changed, steps, scale, n - 1)
         return d_q, *before
 
     close(gradients(kernels.fold_backward), gradients(attention._fold_backward))
@@ -98,12 +102,26 @@ def test_cross_entropy(kernels: Any) -> None:
 def test_element_wise_work(kernels: Any) -> None:
     gate_up, d_out = randn(3, 140), randn(3, 70)
     close([kernels.swiglu(gate_up)], [weights.swiglu(gate_up)])
-    close(kernels.swiglu_backward(d_out, gate_up), weights.swiglu_backward(d_out, gate_up))
+    found, expected = [d_out.clone(), gate_up.clone()], [d_out.clone(), gate_up.clone()]
+    kernels.swiglu_backward(*found)
+    weights.swiglu_backward(*expected)
+    close(found, expected)
     x, weight, d_x = randn(9, 50)[:, :40], randn(40), randn(9, 40)
     for plus in (None, randn(9, 40)):
         total, expected_total = randn(41)[1:], randn(41)[1:]
-        expected = weights._norm_backward(d_x, x, weight, 1e-5, plus, expected_total)
-        close([kernels.norm_backward(d_x, x, weight, 1e-5, plus, total), total], [expected, expected_total])
+        # In place, too: rows of the gradient may be apart.
+        whole = randn(9, 45)
+        room, expected = (
+            whole[:, 2:42],
+            weights._norm_backward(d_x, x, weight, 1e-5, plus, expected_total, randn(9, 40)),
+        )
+        room.copy_(d_x)
+        close([kernels.norm_backward(room, x, weight, 1e-5, plus, total, room), total], [expected, expected_total])
+    rows, more = torch.randperm(9)[:5], randn(5, 50)[:, 5:]
+    found_rows, expected_rows = randn(9, 60)[:, :45], randn(9, 60)[:, :45]
+    kernels.add_rows(found_rows, rows, more)
+    weights.add_rows(expected_rows, rows, more)
+    close([found_rows], [expected_rows])
     cos, sin, positions = randn(50, 6), randn(51, 6)[:50], torch.randint(50, (7,))
     for interleaved, direction in itertools.product((False, True), (1.0, -1.0)):
         found, expected = randn(7, 2, 3, 12), randn(7, 2, 3, 12)

@@ -126,11 +126,20 @@ def test_a_pass_without_gradients_keeps_nothing_for_a_backward(monkeypatch: pyte
     draft, states = random_draft(tiny_config(), generator), random_states("a", 20, [(3, 20)], generator)
     row, embedding = build_row([(states, [(3, 20)])], unroll=3), torch.randn(V, H, generator=generator)
     expected = unroll(prepare(draft, torch.float32), row, embedding)
-    kept: list[object] = []
-    monkeypatch.setattr(unroll_module, "_Step", lambda *tensors: kept.append(tensors))
+    passes: list[unroll_module._Pass] = []
+
+    class Watched(unroll_module._Pass):
+        def forward(self) -> torch.Tensor:
+            passes.append(self)
+            return super().forward()
+
+    monkeypatch.setattr(unroll_module, "_Pass", Watched)
     with torch.no_grad():
         assert torch.equal(unroll(prepare(draft, torch.float32), row, embedding), expected)
-    assert not kept
+    (found,) = passes
+    assert len(row.alive) == 3
+    assert len(found.gate_up) == len(found.middle) == len(found.attended) == row.alive[0]
+    assert not found.queries
 
 
 @pytest.mark.parametrize("name", ["eagle-3", "mla, all options"])

@@ -5,10 +5,11 @@ arguments, not compile-time constants, so rows do not recompile.
 """
 
 from eagle3.draft.kernels.attention import fold, fold_backward, spread
-from eagle3.draft.kernels.layer import norm_backward, quantise, rotate, sum_rows, swiglu, swiglu_backward
+from eagle3.draft.kernels.layer import add_rows, norm_backward, quantise, rotate, sum_rows, swiglu, swiglu_backward
 from eagle3.draft.kernels.loss import cross_entropy
 
 __all__ = [
+    "add_rows",
     "cross_entropy",
     "fold",
     "fold_backward",

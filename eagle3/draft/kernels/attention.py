@@ -45,16 +45,16 @@ def _spread(
 
 
 def fold(
-    q: Tensor, out: Tensor, lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`attention._fold`; rows of q and of own keys and values may be apart, and out and lse lie in any way."""
-    n, heads, groups, dv = *q.shape[:2], keys.own_k.shape[1], out.shape[2]
-    joint, total = out.new_empty(n, heads, dv), lse.new_empty(n, heads)
+    q: Tensor, wide_out: Tensor, wide_lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float, out: Tensor
+) -> Tensor:
+    """`attention._fold`; rows of q, own keys and own values may be apart, and the wide tensors lie in any way."""
+    n, heads, groups = *q.shape[:2], keys.own_k.shape[1]
+    total = wide_lse.new_empty(n, heads)
     _fold[n, groups](
-        q, out, lse, slots, keys.own_k, keys.own_v, keys.starts, joint, total, scale, steps,
-        *out.stride()[:2], *lse.stride(), *_shape(q, keys), num_warps=1,
+        q, wide_out, wide_lse, slots, keys.own_k, keys.own_v, keys.starts, out, total, scale, steps,
+        *wide_out.stride()[:2], *wide_lse.stride(), *_shape(q, keys), num_warps=1,
     )  # fmt: skip
-    return joint, total
+    return total
 
 
 def fold_backward(
@@ -69,11 +69,12 @@ def fold_backward(
     gradients: Keys,
     steps: int,
     scale: float,
+    seen: int,
 ) -> None:
     """`attention._fold_backward`; gradients lie in memory as what they belong to."""
     _fold_backward[len(q), keys.own_k.shape[1]](
         d_q, wide_d_q.contiguous(), d_out, q, out, lse, slots, keys.own_k, keys.own_v, keys.starts,
-        gradients.own_k, gradients.own_v, scale, steps, *_shape(q, keys), num_warps=1,
+        gradients.own_k, gradients.own_v, scale, steps, seen, *_shape(q, keys), num_warps=1,
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _fold(
 
 @triton.jit
 def _fold_backward(
-    d_q, wide_d_q, d_out, q, out, lse, slots, keys, values, starts, d_keys, d_values, scale, steps,
+    d_q, wide_d_q, d_out, q, out, lse, slots, keys, values, starts, d_keys, d_values, scale, steps, seen,
     q_row, k_row, v_row,
     groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -153,8 +154,10 @@ def _fold_backward(
         weight = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
         d_score = weight * (tl.sum(d_result * value[None, :], 1) - delta) * scale
         d_query += d_score[:, None] * key[None, :]
-        d_key = tl.load(d_keys + key_at, column < d, 0.0).to(tl.float32) + tl.sum(d_score[:, None] * query, 0)
-        d_value = tl.load(d_values + value_at, value_column < dv, 0.0).to(tl.float32)
+        there = row < seen
+        d_key = tl.load(d_keys + key_at, there & (column < d), 0.0).to(tl.float32)
+        d_key += tl.sum(d_score[:, None] * query, 0)
+        d_value = tl.load(d_values + value_at, there & (value_column < dv), 0.0).to(tl.float32)
         tl.store(d_keys + key_at, d_key, column < d)
         tl.store(d_values + value_at, d_value + tl.sum(weight[:, None] * d_result, 0), value_column < dv)
     tl.store(d_q + at, d_query, inside)

@@ -28,16 +28,14 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, gate * tl.sigmoid(gate) * up, inside)
 
 
-def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> None:
     """`weights.swiglu_backward`."""
     n, width = d_out.shape
-    out, d_gate_up = torch.empty_like(d_out), torch.empty_like(gate_up)
-    _swiglu_backward[n, triton.cdiv(width, 1024)](d_out, gate_up, out, d_gate_up, width, BLOCK=1024, num_warps=4)
-    return out, d_gate_up
+    _swiglu_backward[n, triton.cdiv(width, 1024)](d_out, gate_up, width, BLOCK=1024, num_warps=4)
 
 
 @triton.jit
-def _swiglu_backward(d_out, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr):
+def _swiglu_backward(d_out, gate_up, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at, inside = row * 2 * width + column, column < width
@@ -45,36 +43,40 @@ def _swiglu_backward(d_out, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr)
     up = tl.load(gate_up + at + width, inside, 0.0).to(tl.float32)
     d = tl.load(d_out + row * width + column, inside, 0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    tl.store(out + row * width + column, gate * sigmoid * up, inside)
-    tl.store(d_gate_up + at, d * up * sigmoid * (1 + gate * (1 - sigmoid)), inside)
-    tl.store(d_gate_up + at + width, d * gate * sigmoid, inside)
+    tl.store(d_out + row * width + column, gate * sigmoid * up, inside)
+    tl.store(gate_up + at, d * up * sigmoid * (1 + gate * (1 - sigmoid)), inside)
+    tl.store(gate_up + at + width, d * gate * sigmoid, inside)
 
 
-def norm_backward(d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor) -> Tensor:
-    """`weights._norm_backward`; rows of x may be apart."""
+def norm_backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor, out: Tensor
+) -> Tensor:
+    """`weights._norm_backward`; rows of x and of out may be apart."""
     n, size = x.shape
-    d_x, block, parts = x.new_empty(n, size), padded(size), min(n, 1024)
+    block, parts = padded(size), min(n, 264)
     d_weight = torch.empty(parts, size, dtype=torch.float32, device=x.device)
     _norm_backward[(parts,)](
-        d_out.contiguous(), x, weight, plus, d_x, d_weight, total, n, size, x.stride(0), eps,
-        PLUS=plus is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        d_out, x, weight, plus, out, d_weight, total, n, size, d_out.stride(0), x.stride(0), out.stride(0), eps,
+        PLUS=plus is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
     torch.sum(d_weight, 0, out=total)
-    return d_x
+    return out
 
 
 @triton.jit
 def _norm_backward(
-    d_out, x, weight, plus, d_x, d_weight, total, n, size, stride, eps, PLUS: tl.constexpr, BLOCK: tl.constexpr
-):
+    d_out, x, weight, plus, d_x, d_weight, total, n, size, d_stride, stride, out_stride, eps,
+    PLUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < size
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
     # One part goes on from what is there already: the sum of the parts takes its place.
     before = tl.load(total + column, inside, 0.0)
     gradient = tl.where(tl.program_id(0) == 0, before, 0.0)
-    for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
-        d = tl.load(d_out + row * size + column, inside, 0.0).to(tl.float32)
+    # Rows to come are fetched while one is computed.
+    for row in tl.range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0), num_stages=3):
+        d = tl.load(d_out + row * d_stride + column, inside, 0.0).to(tl.float32)
         wide = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
         normed, d_normed = wide * inverse, d * factor
@@ -82,8 +84,25 @@ def _norm_backward(
         result = (d_normed - normed * (tl.sum(d_normed * normed, 0) / size)) * inverse
         if PLUS:
             result += tl.load(plus + row * size + column, inside, 0.0).to(tl.float32)
-        tl.store(d_x + row * size + column, result, inside)
+        tl.store(d_x + row * out_stride + column, result, inside)
     tl.store(d_weight + tl.program_id(0).to(tl.int64) * size + column, gradient, inside)
+
+
+def add_rows(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """`weights.add_rows`; rows of both may be apart."""
+    n, size = x.shape
+    blocks = triton.cdiv(size, 2048)
+    _add_rows[n, blocks](total, rows, x, size, total.stride(0), x.stride(0), BLOCK=2048, num_warps=4)
+
+
+@triton.jit
+def _add_rows(total, rows, x, size, total_stride, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    goal = total + tl.load(rows + row) * total_stride + column
+    more = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    tl.store(goal, tl.load(goal, inside, 0.0).to(tl.float32) + more, inside)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
