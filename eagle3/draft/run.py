@@ -167,7 +167,7 @@ class Run:
                 self._log(self.timing.read(done), TIMING)
         if self._due(settings.evaluate_every):
             self._log(self._evaluate(step.epoch))
-        if self._due(settings.checkpoint_every):
+        if self._due(self.machine.checkpoint_every):
             self._save()
 
     def _due(self, every: int) -> bool:
