@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3.console import say
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import write_json
 from eagle3.settings import Settings
@@ -57,6 +58,8 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
             where="export.speculators",
             remedy="set it to false: the plain format serves in vLLM and SGLang",
         )
+    if len(trained.config.aux_layer_ids) == 1:
+        say("a draft that reads one auxiliary layer serves in vLLM; SGLang cannot serve it, and fails when it starts")
     plain = folder / "plain"
     plain.mkdir(exist_ok=True)
     config = plain_config(trained.config, pinned)
@@ -115,11 +118,12 @@ def plain_config(draft: DraftConfig, target: Target) -> dict[str, Any]:
         "fc_norm": draft.fc_norm,
         "norm_output": draft.norm_output,
         "eagle_aux_hidden_state_layer_ids": list(draft.aux_layer_ids),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(draft.aux_layer_ids, target),
-        },
+        "eagle_config": {"use_aux_hidden_state": True},
     }
+    if len(draft.aux_layer_ids) > 1:
+        # SGLang tells by the width whether states still have to pass `fc`: one state would be left as it is, and the
+        # draft be wrong without a word. Without ids it taps its three default layers, which no `fc` for one takes.
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = sglang_layer_ids(draft.aux_layer_ids, target)
     if draft.latent:
         # `deepseek_v3` would be taken for a multi-token-prediction draft; the head size is one part of the latent's.
         del config["head_dim"]

@@ -42,6 +42,8 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(change: dict[str, An
     [
         ({"draft": {"epochs": 0}}, "draft.epochs"),
         ({"draft": {"decay": "much"}}, "draft.decay"),
+        ({"hidden_states": {"aux_layer_ids": []}}, "hidden_states.aux_layer_ids"),
+        ({"hidden_states": {"aux_layer_ids": [2, 4, 6, 8]}}, "hidden_states.aux_layer_ids"),
         ({"engine": {"name": "llama.cpp"}}, "engine.name"),
         ({"run": "../elsewhere"}, "run"),
         ({"prompts": []}, "prompts"),

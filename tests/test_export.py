@@ -94,6 +94,24 @@ def test_config_comes_from_the_targets_own(llama: Target, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
+@pytest.mark.parametrize("ids", [(2, 3), (3,), (1,)], ids=str)
+def test_fewer_auxiliary_layers_are_told_to_the_engines(
+    deepseek: Target, tmp_path: Path, attention: str, ids: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang leaves out `fc` for one state: it gets no ids then, so that it fails instead of drafting wrongly."""
+    plain = exported(new_draft(deepseek, 120, ids, attention=attention), deepseek, tmp_path)
+    config = read_json(plain / "config.json")
+    assert config["num_aux_hidden_states"] == len(ids)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(ids)
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(plain / "model.safetensors").items()}
+    assert shapes["fc.weight"] == [128, len(ids) * 128]
+    assert sum(name.startswith("fc_norm") for name in shapes) == len(ids)
+    nested = {} if len(ids) == 1 else {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    assert config["eagle_config"] == {"use_aux_hidden_state": True} | nested
+    assert ("SGLang cannot serve it" in capsys.readouterr().err) == (len(ids) == 1)
+
+
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_yarn_is_the_targets_in_both_forms(deepseek: Target, attention: str) -> None:
     target = replace(deepseek, config=deepseek.config | {"rope_parameters": YARN, "max_position_embeddings": 262144})
     draft = new_draft(target, 120, (2, 3, 4), attention=attention)

@@ -24,10 +24,9 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json
 
 _COMMAND = "Shell command: eagle3 "
-# Lossless shards take 0.70 of bf16, measured on real states; fp8 takes one byte and a scale.
-_STATES = 4
 # Packed ids and text of one token in the record files, measured on the demo.
 _BYTES_PER_TOKEN_ID = 6
+# Lossless shards take 0.70 of bf16, measured on real states; fp8 takes one byte and a scale.
 _BYTES_PER_VALUE = {"lossless": 2 * 0.70, "fp8": 1.02}
 
 
@@ -178,9 +177,11 @@ def _estimate(commands: Sequence[Command], made: Mapping[Path, Manifest | None],
     for stage in ("responses", "samples", "dataset"):
         rows[stage].bytes = rows[stage].tokens * _BYTES_PER_TOKEN_ID
     if "hidden_states" in by_stage:
-        encoding = by_stage["hidden_states"][0].settings["hidden_states"]["encoding"]
-        values = _STATES * _hidden_size(by_stage.get("target", []))
-        rows["hidden_states"].bytes = int(rows["hidden_states"].tokens * values * _BYTES_PER_VALUE[encoding])
+        settings = by_stage["hidden_states"][0].settings["hidden_states"]
+        # Three auxiliary layers unless set, and the last one.
+        states = len(settings["aux_layer_ids"] or range(3)) + 1
+        per_token = states * _hidden_size(by_stage.get("target", [])) * _BYTES_PER_VALUE[settings["encoding"]]
+        rows["hidden_states"].bytes = int(rows["hidden_states"].tokens * per_token)
 
 
 def _counts(commands: Sequence[Command], made: Mapping[Path, Manifest | None]) -> dict[str, int]:

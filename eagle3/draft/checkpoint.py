@@ -1,7 +1,8 @@
 """Checkpoints in a stage's work folder: written whole or not at all, rotated, refused when the recipe changed, and
 left out, with a word to the user, when they are damaged.
 
-A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far lie in `.checkpoints/best-<n>`. All
+A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far lie in `.checkpoints/best-<n>`. The digests
+of its files are kept beside them, since a flipped byte of a tensor would otherwise train on without a word. All
 randomness of training is a function of the seed, the epoch and the row, so the step number alone fixes the position
 in the data and the state of every generator.
 """
@@ -13,17 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3.artifacts.manifest import sha256
 from eagle3.console import say
 from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, sync, write_json
 
 FOLDER = ".checkpoints"
-STATE = "state.json"
+STATE, DIGESTS = "state.json", "digests.json"
 KEPT = 2
 
 
@@ -62,7 +63,7 @@ class Checkpoints:
             )
 
     def _remove_damaged(self) -> None:
-        """Remove checkpoints that cannot be read, or whose best weights cannot, and say so."""
+        """Remove checkpoints that are not as they were written, or whose best weights are not, and say so."""
         whole, damaged = [], False
         for path in sorted(self.folder.glob("step-*")):
             try:
@@ -70,7 +71,7 @@ class Checkpoints:
                 if best is not None:
                     _check(self._path("best", best))
                 whole.append(path)
-            except (Eagle3Error, FileNotFoundError, SafetensorError) as error:
+            except (Eagle3Error, FileNotFoundError) as error:
                 say(f"the checkpoint {path} is damaged and left out: {str(error).splitlines()[0]}")
                 shutil.rmtree(path)
                 damaged = True
@@ -86,7 +87,7 @@ class Checkpoints:
         paths = sorted(self.folder.glob("step-*"))
         for path in paths[:-KEPT]:
             shutil.rmtree(path)
-        named = {read_json(path / STATE)["state"]["best_step"] for path in paths[-KEPT:]}
+        named = {read_json(path / STATE)["best_step"] for path in paths[-KEPT:]}
         for path in self.folder.glob("best-*"):
             if path not in {self._path("best", best) for best in named if best is not None}:
                 shutil.rmtree(path)
@@ -113,7 +114,8 @@ class Checkpoints:
         temporary.mkdir()
         for name, group in tensors.items():
             save_file({key: tensor.contiguous() for key, tensor in group.items()}, temporary / f"{name}.safetensors")
-        write_json(temporary / STATE, {"files": sorted(tensors), "state": state})
+        write_json(temporary / STATE, state)
+        write_json(temporary / DIGESTS, {file.name: sha256(file) for file in temporary.iterdir()})
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -124,19 +126,17 @@ class Checkpoints:
 
 
 def _check(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint whose files are all there, with whole headers and of the length these promise.
+    """Return the state of a checkpoint whose files are all there, each as it was written.
 
     Raises:
-        Eagle3Error, FileNotFoundError, SafetensorError: one is not.
+        Eagle3Error, FileNotFoundError: one is not.
     """
-    found = read_json(path / STATE)
-    for name in found["files"]:
-        with safe_open(path / f"{name}.safetensors", "pt"):
-            pass
-    state: dict[str, Any] = found["state"]
+    for name, digest in read_json(path / DIGESTS).items():
+        if sha256(path / name) != digest:
+            raise Eagle3Error(f"{name} is not what was written", where=path)
+    state: dict[str, Any] = read_json(path / STATE)
     return state
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    found = read_json(path / STATE)
-    return {name: load_file(path / f"{name}.safetensors") for name in found["files"]}, found["state"]
+    return {file.stem: load_file(file) for file in path.glob("*.safetensors")}, read_json(path / STATE)

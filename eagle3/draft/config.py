@@ -130,6 +130,11 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     values["rope_type"] = values.pop("type", None) or values.get("rope_type") or "default"
+    # Multimodal rope gives sections of a head their own positions; in text these are equal, and it is ordinary rope.
+    for key in ("mrope_section", "mrope_interleaved"):
+        values.pop(key, None)
+    if values["rope_type"] == "mrope":
+        values["rope_type"] = "default"
     return values
 
 
@@ -144,6 +149,13 @@ def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
             where=target.path / "config.json",
             found=values["rope_type"],
             expected=f"one of {', '.join(ROPE_TYPES)}",
+        )
+    if nested := {key: value for key, value in values.items() if isinstance(value, list | dict)}:
+        raise Eagle3Error(
+            "the target's rope is not the same for all layers and dimensions, which drafts do not have",
+            where=f"{target.path / 'config.json'}, rope parameters",
+            found=nested,
+            expected="single values",
         )
     if attention == "gqa":
         values = {key: value for key, value in values.items() if key not in _MLA_ROPE_KEYS}

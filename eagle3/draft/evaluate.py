@@ -8,6 +8,7 @@ at if all before it were kept, that is, if the chain was fed with the true token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,14 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    draft: Draft, rows: Rows, teacher: Teacher, embedding: Tensor, objective: Objective, drafts: int, batch_tokens: int
+    draft: Draft,
+    rows: Rows,
+    teacher: Teacher,
+    embedding: Tensor,
+    objective: Objective,
+    drafts: int,
+    batch_tokens: int,
+    between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Run the exact unroll over all samples of `rows`.
 
@@ -51,14 +59,20 @@ def evaluate(
         objective: for the loss that is reported.
         drafts: k, the length of the chain that is replayed.
         batch_tokens: tokens of one row.
+        between: called before every row, by every process equally often; what it raises ends the evaluation.
     """
     weights = prepare(draft, embedding.dtype)
     tally = Tally(rows.unroll, embedding.device)
     drafted: list[Drafted] = []
     plan = pack([sample.context for sample in rows.samples], batch_tokens, np.random.default_rng(0))
     share = plan[parallel.rank() :: parallel.world()]
-    for members, row in zip(share, rows.stream((members, 0) for members in share), strict=True):
-        row = row.to(embedding.device)
+    stream = rows.stream((members, 0) for members in share)
+    for turn in range(-(-len(plan) // parallel.world())):
+        between()
+        if turn == len(share):
+            # The last turn has no row for some processes.
+            break
+        members, row = share[turn], next(stream).to(embedding.device)
         hidden = unroll(weights, row, embedding)
         outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * rows.unroll)
         tally.add(row, outcome)

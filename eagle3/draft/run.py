@@ -110,7 +110,16 @@ class Run:
         self.longest = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
         self.timing = Timing(draft.config, device) if device.type == "cuda" else None
-        self.state: dict[str, Any] = {"step": 0, "tokens": 0, "supervised": 0, "best_step": None, "best": 0.0}
+        self.state: dict[str, Any] = {
+            "step": 0,
+            "evaluated": 0,
+            "tokens": 0,
+            "supervised": 0,
+            "best_step": None,
+            "best": 0.0,
+        }
+        self.saved = 0
+        self.terminated = _Terminated()
 
     def train(self, summariser: Summariser) -> dict[str, Any]:
         """Run what is left of the steps, write the artifact, and return its counts."""
@@ -124,7 +133,7 @@ class Run:
         stream = self._stream(first)
         total = sum(sample.context for sample in self.rows.samples) * self.settings.epochs
         bar = progress(total if self.writes else 0, "draft", "tokens")
-        with _Terminated() as terminated, bar, ExitStack() as stack:
+        with self.terminated, bar, ExitStack() as stack:
             names = (LOG, TIMING) if self.timing else (LOG,)
             self.logs = {name: stack.enter_context(RecordLog(self._scratch(name))) for name in names if self.writes}
             # Process 0 tracks; the others have no trackers.
@@ -134,15 +143,18 @@ class Run:
             bar.update(self.state["tokens"])
             if self.timing is not None:
                 self.timing.restart()
+            # A run that was asked to end in an evaluation has left it to this one.
+            self._evaluate_when_due()
             for number in range(first, len(self.steps)):
                 before = self.state["tokens"]
                 self._step(number, stream)
                 bar.update(self.state["tokens"] - before)
-                if self._asked_to_end(terminated):
+                self._evaluate_when_due()
+                if self._due(self.machine.checkpoint_every):
                     self._save()
-                    if self.writes:
-                        say(f"asked to end: saved at step {number + 1} of {len(self.steps)}; another start goes on")
-                    raise SystemExit(128 + signal.SIGTERM)
+                # Processes ask each other only where they wait for each other anyway.
+                if parallel.world() == 1 or self._due(self.settings.log_every):
+                    self._end_if_asked()
         return self._finish()
 
     def _step(self, number: int, stream: Iterator[Row]) -> None:
@@ -165,10 +177,6 @@ class Run:
             self._log(self._record(step.epoch, rate, float(norm)))
             if self.timing is not None:
                 self._log(self.timing.read(done), TIMING)
-        if self._due(settings.evaluate_every):
-            self._log(self._evaluate(step.epoch))
-        if self._due(settings.checkpoint_every):
-            self._save()
 
     def _due(self, every: int) -> bool:
         step: int = self.state["step"]
@@ -216,12 +224,28 @@ class Run:
                 remedy="lower draft.learning_rate, or look for damaged hidden states in these samples",
             )
 
+    def _evaluate_when_due(self) -> None:
+        step: int = self.state["step"]
+        if self.state["evaluated"] < step and self._due(self.settings.evaluate_every):
+            record = self._evaluate(self.steps[step - 1].epoch)
+            self.state["evaluated"] = step
+            self._log(record)
+
     def _evaluate(self, epoch: int) -> dict[str, Any]:
         """Measure on the held-out split and keep the weights if they are the best so far."""
         settings = self.settings
         drafts = min(settings.evaluate_drafts, settings.unroll)
         exact = Objective.of(settings, sampled=False)
-        found = evaluate(self.draft, self.held_out, self.teacher, self.embedding, exact, drafts, settings.batch_tokens)
+        found = evaluate(
+            self.draft,
+            self.held_out,
+            self.teacher,
+            self.embedding,
+            exact,
+            drafts,
+            settings.batch_tokens,
+            between=self._end_if_asked,
+        )
         figures = _figures(found, drafts)
         step, length = self.state["step"], figures["acceptance_length"]
         if length > self.state["best"]:
@@ -247,6 +271,7 @@ class Run:
         else:
             # The sums of all processes go on in process 0 alone.
             self.tally.sums.zero_()
+        self.saved = self.state["step"]
         parallel.barrier()
 
     def _resume(self) -> None:
@@ -254,6 +279,7 @@ class Run:
         found = self.checkpoints.latest()
         if found:
             tensors, self.state = found
+            self.saved = self.state["step"]
             with torch.no_grad():
                 for name, value in self.draft.state_dict().items():
                     value.copy_(tensors["model"][name])
@@ -264,7 +290,7 @@ class Run:
                 self.tally.sums = counters["tally"]
         for name in (LOG, TIMING):
             if self.writes and self._scratch(name).exists():
-                _shorten(self._scratch(name), self.state["step"])
+                _shorten(self._scratch(name), self.state)
         parallel.barrier()
 
     def _stream(self, first: int) -> Iterator[Row]:
@@ -273,11 +299,16 @@ class Run:
     def _share(self, step: Step) -> Sequence[tuple[list[int], tuple[int, ...]]]:
         return step.rows[parallel.rank() :: parallel.world()]
 
-    def _asked_to_end(self, terminated: _Terminated) -> bool:
-        """Processes must end at the same step, and ask each other only where they wait for each other anyway."""
-        if parallel.world() == 1:
-            return bool(terminated)
-        return self._due(self.settings.log_every) and parallel.any_process(bool(terminated))
+    def _end_if_asked(self) -> None:
+        """Save and end if any process was asked to. All processes call this at the same places."""
+        if not parallel.any_process(self.terminated.asked):
+            return
+        step = self.state["step"]
+        if self.saved < step:
+            self._save()
+        if self.writes:
+            say(f"asked to end: saved at step {step} of {len(self.steps)}; another start goes on")
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _finish(self) -> dict[str, Any]:
         """Write the artifact from the best weights and the log."""
@@ -312,23 +343,23 @@ def _figures(found: Evaluation, drafts: int) -> dict[str, Any]:
     return {**found.metrics, "expected_acceptance_length": expected, **summarise(found.drafted, drafts)}
 
 
-def _shorten(log: Path, step: int) -> None:
-    """Drop the lines after a step."""
+def _shorten(log: Path, state: dict[str, Any]) -> None:
+    """Drop the lines of what came after a checkpoint."""
+    reached = {"evaluation": state["evaluated"]}
     with RecordLog(log) as old:
-        kept = [record for record in old.records if record["step"] <= step]
+        kept = [
+            record for record in old.records if record["step"] <= reached.get(record.get("kind", ""), state["step"])
+        ]
     log.unlink()
     with RecordLog(log) as new:
         new.append(*kept)
 
 
 class _Terminated:
-    """True once the process was asked to end (SIGTERM): the step in progress is finished and saved first."""
+    """`asked` is true once the process was asked to end (SIGTERM): after its step, or its row of an evaluation."""
 
     def __init__(self) -> None:
         self.asked = False
-
-    def __bool__(self) -> bool:
-        return self.asked
 
     def __enter__(self) -> _Terminated:
         self.before = signal.signal(signal.SIGTERM, self._ask)

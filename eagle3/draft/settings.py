@@ -67,15 +67,13 @@ class DraftSettings(Settings):
     max_grad_growth: float = Field(default=100.0, gt=1)
     """A step whose gradient is longer than this many times the usual (a running mean) is skipped."""
     max_skipped: int = Field(default=5, ge=1)
-    """Steps in a row that may be skipped (they are counted) before the run stops."""
-    checkpoint_every: int = Field(default=500, ge=1)
-    """Optimiser steps between checkpoints."""
+    """Steps in a row that are skipped (they are counted) before the run stops: it decides whether there is a draft."""
     evaluate_every: int = Field(default=500, ge=1)
     """Optimiser steps between evaluations on the held-out split."""
     evaluate_drafts: int = Field(default=3, ge=1)
     """Drafts per step in the simulated acceptance length that picks the best checkpoint (at most `unroll`)."""
     log_every: int = Field(default=10, ge=1)
-    """Optimiser steps between lines of the log."""
+    """Optimiser steps between lines of the log, which is part of the artifact."""
     seed: int = 0
 
     def check_machine(self, device: str, gpus: int) -> None:

@@ -49,7 +49,7 @@ def take_over(draft: Draft, folder: Path, target: Target) -> None:
 
     Raises:
         Eagle3Error: there are no weights, the earlier draft's configuration is missing or differs, or a tensor is
-            missing, unknown or of another shape; names them all.
+            missing, unknown or of another shape; names them all. Its vocabulary is not of the target's tokens.
     """
     from safetensors.torch import load_file
 
@@ -70,13 +70,38 @@ def take_over(draft: Draft, folder: Path, target: Target) -> None:
     weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
     expected = dict(draft.named_parameters())
     _check_shapes(weights, expected, folder)
-    ids = torch.arange(len(found[HEAD])) + found.get("d2t", torch.zeros((), dtype=torch.int64))
+    ids = _target_ids(found, draft.config.vocab_size, path)
     for name, parameter in expected.items():
         if name != HEAD:
             parameter.copy_(weights[name])
     places = torch.full((draft.config.vocab_size,), -1).index_put_((ids,), torch.arange(len(ids)))[draft.target_ids]
     known = places >= 0
     draft.lm_head.weight[known] = weights[HEAD][places[known]].float()
+
+
+def _target_ids(found: dict[str, Tensor], vocab_size: int, path: Path) -> Tensor:
+    """Return the target's token of every row of lm_head, [rows] int64."""
+    rows = len(found[HEAD])
+    d2t = found.get("d2t", torch.zeros(rows, dtype=torch.int64))
+    if len(d2t) != rows:
+        raise Eagle3Error(
+            "the vocabulary of the draft to start from is not that of its lm_head",
+            where=f"{path}, tensor d2t",
+            found=f"{len(d2t):,} tokens",
+            expected=f"{rows:,}, one for each row of lm_head",
+            remedy="copy the earlier draft anew, or set draft.warm_start to null",
+        )
+    ids = torch.arange(rows) + d2t
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise Eagle3Error(
+            "the draft to start from proposes tokens that the target does not have",
+            where=f"{path}, tensor {'d2t' if 'd2t' in found else HEAD}",
+            found=f"{len(outside):,} ids, the first of them {int(outside[0]):,}",
+            expected=f"ids from 0 to {vocab_size - 1:,}",
+            remedy="give an earlier draft of this target, or set draft.warm_start to null",
+        )
+    return ids
 
 
 def _check_shapes(found: dict[str, Tensor], expected: dict[str, torch.nn.Parameter], folder: Path) -> None:

@@ -36,6 +36,8 @@ class MachineSettings(Settings):
     """GPUs that a rule with an engine, or the training, claims."""
     threads: int = Field(default=2, ge=1)
     """CPU threads for a compute-heavy job."""
+    checkpoint_every: int = Field(default=500, ge=1)
+    """Optimiser steps of the training between checkpoints: what it loses at most when it is killed."""
     buffer_mb: int = Field(default=1024, ge=1)
     """Memory for hidden states on their way from the engine to the disk."""
     base_url: str | None = None

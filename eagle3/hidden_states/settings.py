@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,8 +14,8 @@ class HiddenStatesSettings(Settings):
 
     shards: int = Field(default=1, ge=1)
     """Files per part."""
-    aux_layer_ids: tuple[int, int, int] | None = None
-    """Layers whose *input* the draft reads; null takes the engines' default (2, n//2, n-3)."""
+    aux_layer_ids: Annotated[tuple[int, ...], Field(min_length=1, max_length=3)] | None = None
+    """One to three layers whose *input* the draft reads; null takes the engines' default (2, n//2, n-3)."""
     encoding: Literal["lossless", "fp8"] = "lossless"
     """`fp8` stores the auxiliary states as e4m3 with one scale per token and layer: half the size."""
     min_teacher_agreement: float = Field(default=0.9, ge=0, le=1)

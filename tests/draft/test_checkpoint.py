@@ -36,8 +36,8 @@ def test_the_last_checkpoints_and_the_best_weights_they_name_are_kept(tmp_path: 
     assert kept.best(6)[0]["w"].tolist() == [6] * 8
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("length", [None, 0, 5, 90])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "digests.json"])
+@pytest.mark.parametrize("length", [None, 0, 5, 20])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     file: str, length: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +58,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert "goes on from step-000000004" in said
     kept.save(5, found[0], found[1])
     assert names(tmp_path, "step") == ["step-000000004", "step-000000005"]
+
+
+@pytest.mark.parametrize("file", ["step-000000005/model", "step-000000005/optimizer", "best-000000004/model"])
+def test_one_bit_of_a_tensor_is_damage(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It loads as well as before; both checkpoints here name the same best weights."""
+    filled(tmp_path, 5)
+    path = tmp_path / FOLDER / f"{file}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    found = Checkpoints(tmp_path, {}).latest()
+    assert (found and found[1]["step"]) == (4 if file.startswith("step") else None)
+    assert f"{path.name} is not what was written" in capsys.readouterr().err
 
 
 def test_without_the_best_weights_that_it_names_a_checkpoint_is_damaged(

@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full vocabulary": {"draft_vocab_size": V},
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "norm before residual": {"norm_before_residual": True},
+    "two auxiliary layers": {"aux_layer_ids": (1, 4), "fc_norm": True},
+    "one auxiliary layer": {"aux_layer_ids": (4,), "fc_norm": True},
     "one head each": {"num_key_value_heads": 4},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
     "llama3": {
@@ -68,7 +70,8 @@ def test_unroll_equals_naive_chain_decoding(name: str) -> None:
     embedding = torch.randn(V, H, generator=generator)
     # Two samples in one row; the second has two generated spans.
     spans = [[(6, 14)], [(0, 5), (9, 15)]]
-    samples = [random_states(str(i), n, spans[i], generator) for i, n in enumerate((15, 17))]
+    aux = len(config.aux_layer_ids)
+    samples = [random_states(str(i), n, spans[i], generator, aux=aux) for i, n in enumerate((15, 17))]
     row = build_row(list(zip(samples, spans, strict=True)), unroll=4)
 
     with torch.no_grad():
@@ -95,7 +98,8 @@ def test_gradients_equal_those_of_naive_chains(name: str) -> None:
     draft = random_draft(tiny_config(**VARIANTS[name]), generator)
     embedding = torch.randn(V, H, generator=generator)
     spans = [[(4, 9)], [(0, 4), (6, 9)]]
-    samples = [random_states(str(i), 9, ranges, generator) for i, ranges in enumerate(spans)]
+    aux = len(draft.config.aux_layer_ids)
+    samples = [random_states(str(i), 9, ranges, generator, aux=aux) for i, ranges in enumerate(spans)]
     row = build_row(list(zip(samples, spans, strict=True)), unroll=3)
     # Any linear function of the outputs will do.
     factors = torch.randn(sum(row.alive), H, generator=generator)

@@ -75,6 +75,31 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     assert 0 < shared < 50
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda d2t: d2t + V, rf"tokens that the target does not have(.|\n)*d2t(.|\n)*41 ids(.|\n)*0 to {V - 1}"),
+        (lambda d2t: d2t - V, r"does not have(.|\n)*d2t(.|\n)*41 ids, the first of them -"),
+        (lambda d2t: d2t[:-1], r"not that of its lm_head(.|\n)*40 tokens(.|\n)*41"),
+        (lambda d2t: None, r"does not have(.|\n)*tensor lm_head.weight(.|\n)*3 ids, the first of them 97"),
+    ],
+    ids=["beyond", "below", "short", "whole"],
+)
+def test_a_vocabulary_of_another_target_is_refused(damage: Any, said: str, tmp_path: Path) -> None:
+    """Ids are checked before they are used as places; without a map they are the rows of lm_head."""
+    old = new()
+    save_draft(old, tmp_path)
+    tensors = dict(old.state_dict())
+    d2t = damage(tensors.pop("d2t"))
+    if d2t is None:
+        tensors["lm_head.weight"] = torch.zeros(V + 3, H)
+    else:
+        tensors["d2t"] = d2t
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(Eagle3Error, match=said):
+        take_over(new(), tmp_path, TARGET)
+
+
 def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:
     draft = new()
     save_draft(draft, tmp_path)

@@ -16,13 +16,14 @@ from eagle3.engines.settings import MachineSettings
 from eagle3.errors import Eagle3Error
 from tests.draft.conftest import Inputs
 
-SETTINGS = DraftSettings(unroll=2, epochs=2, batch_tokens=128, log_every=2, checkpoint_every=3, evaluate_every=5)
+SETTINGS = DraftSettings(unroll=2, epochs=2, batch_tokens=128, log_every=2, evaluate_every=5)
 
 
 def make(inputs: Inputs, folder: Path, **machine: Any) -> list[dict[str, Any]]:
     """Train, and return the log."""
     folder.mkdir(exist_ok=True)
-    train.make(SETTINGS, MachineSettings(device="cpu", threads=1, **machine), **vars(inputs), folder=folder)
+    settings = MachineSettings(device="cpu", threads=1, checkpoint_every=3, **machine)
+    train.make(SETTINGS, settings, **vars(inputs), folder=folder)
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -12,13 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3.draft import train
+from eagle3.draft import evaluate, parallel, train
+from eagle3.draft.metrics import accepted_drafts
 from eagle3.draft.model import load_draft
-from eagle3.draft.run import LOG, plan
+from eagle3.draft.packing import pack
+from eagle3.draft.run import LOG, Run, plan
 from eagle3.draft.samples import read_samples
 from eagle3.draft.settings import DraftSettings
 from eagle3.engines.settings import MachineSettings
@@ -33,18 +38,16 @@ SETTINGS: dict[str, Any] = {
     "batch_tokens": 96,
     "accumulate": 2,
     "learning_rate": 1e-2,
-    "checkpoint_every": 5,
     "evaluate_every": 7,
     "log_every": 2,
     "sampled_unroll": True,
 }
 
 
-def make(inputs: Inputs, folder: Path, **changes: Any) -> dict[str, Any]:
+def make(inputs: Inputs, folder: Path, *, checkpoint_every: int = 5, **changes: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    return train.make(
-        DraftSettings(**(SETTINGS | changes)), MachineSettings(device="cpu", threads=1), **vars(inputs), folder=folder
-    )
+    machine = MachineSettings(device="cpu", threads=1, checkpoint_every=checkpoint_every)
+    return train.make(DraftSettings(**(SETTINGS | changes)), machine, **vars(inputs), folder=folder)
 
 
 def artifact(folder: Path) -> dict[str, bytes]:
@@ -94,18 +97,26 @@ def test_two_runs_give_the_same_bytes(finished: tuple[Path, dict[str, Any]], inp
     assert artifact(tmp_path) == artifact(finished[0])
 
 
+def started(inputs: Inputs, folder: Path, *arguments: int) -> subprocess.Popen[bytes]:
+    """Train in a process of its own; see the end of this file for the arguments."""
+    paths = {
+        key: [str(p) for p in value] if isinstance(value, list) else str(value) for key, value in vars(inputs).items()
+    }
+    command = [sys.executable, "-m", "tests.draft.test_train", json.dumps(paths), str(folder), *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
 @pytest.mark.parametrize(("sign", "after", "every"), [(signal.SIGKILL, 9, 5), (signal.SIGTERM, 4, 1000)])
 def test_a_killed_run_continues_bit_for_bit(
     sign: signal.Signals, after: int, every: int, finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
 ) -> None:
-    """From the last checkpoint; asked to end, a run writes one of the step it reached, however far the next is."""
-    arguments = {
-        key: [str(p) for p in value] if isinstance(value, list) else str(value) for key, value in vars(inputs).items()
-    }
-    command = [sys.executable, "-m", "tests.draft.test_train", json.dumps(arguments), str(tmp_path), str(every)]
-    child = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    """From the last checkpoint; asked to end, a run writes one of the step it reached, however far the next is.
+
+    How often checkpoints are written may differ in the continuation: it changes nothing of the draft.
+    """
+    child = started(inputs, tmp_path, every)
     log = tmp_path / f".{LOG}"
     while child.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) >= after):
         time.sleep(0.005)
@@ -116,7 +127,55 @@ def test_a_killed_run_continues_bit_for_bit(
         (saved,) = checkpoints(tmp_path)
         logged = json.loads(log.read_bytes().splitlines()[-1])["step"]
         assert logged <= int(saved.name.removeprefix("step-")) < logged + SETTINGS["log_every"]
-    make(inputs, tmp_path, checkpoint_every=every)
+    make(inputs, tmp_path, checkpoint_every=3)
+    assert artifact(tmp_path) == artifact(finished[0])
+
+
+def ask_to_end_at(row: int) -> None:
+    """Send this process SIGTERM at that row of its evaluations; it must not begin another one."""
+    numbers = itertools.count(1)
+
+    def asked(*arguments: Any) -> Any:
+        number = next(numbers)
+        assert number <= row, "it goes on with the evaluation"
+        if number == row:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accepted_drafts(*arguments)
+
+    pytest.MonkeyPatch().setattr(evaluate, "accepted_drafts", asked)
+
+
+@pytest.mark.parametrize("which", [1, -1], ids=["second", "last"])
+def test_a_run_that_is_asked_to_end_in_an_evaluation_does_not_finish_it(
+    which: int,
+    finished: tuple[Path, dict[str, Any]],
+    inputs: Inputs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next start does, and ends the same; also if it is asked to end there again, or killed right after it."""
+    steps = [record["step"] for record in log_of(finished[0], "evaluation")]
+    context = [sample.context for sample in read_samples(inputs.evaluation)[0]]
+    rows = len(pack(context, SETTINGS["batch_tokens"], np.random.default_rng(0)))
+    assert rows > 2
+    for row in (rows * steps.index(steps[which]) + 1, 1):
+        assert started(inputs, tmp_path, 1000, row).wait() == 128 + signal.SIGTERM
+        (saved,) = checkpoints(tmp_path)
+        assert int(saved.name.removeprefix("step-")) == steps[which]
+        logged = [json.loads(line) for line in (tmp_path / f".{LOG}").read_text().splitlines()]
+        assert [record["step"] for record in logged if record["kind"] == "evaluation"] == steps[
+            : steps.index(steps[which])
+        ]
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_step", killed)
+    monkeypatch.setattr(Run, "_finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(inputs, tmp_path)
+    monkeypatch.undo()
+    make(inputs, tmp_path)
     assert artifact(tmp_path) == artifact(finished[0])
 
 
@@ -159,19 +218,48 @@ def test_a_step_weighs_positions_alike_however_they_are_packed(inputs: Inputs, t
     assert apart["loss"] == pytest.approx(together["loss"], rel=1e-5)
 
 
+TWO = MachineSettings(device="cpu", threads=1, gpus=2, checkpoint_every=5)
+
+
+@pytest.fixture(scope="module")
+def finished_by_two(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The same by two processes."""
+    folder = tmp_path_factory.mktemp("finished-by-two")
+    return folder, train.make(DraftSettings(**SETTINGS), TWO, **vars(inputs), folder=folder)
+
+
 def test_two_processes_give_what_one_gives_with_accumulation(
-    finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
+    finished: tuple[Path, dict[str, Any]], finished_by_two: tuple[Path, dict[str, Any]]
 ) -> None:
-    machine = MachineSettings(device="cpu", threads=1, gpus=2)
-    counts = train.make(DraftSettings(**SETTINGS), machine, **vars(inputs), folder=tmp_path)
+    folder, counts = finished_by_two
     assert {name: counts[name] for name in ("steps", "tokens", "supervised_tokens")} == {
         name: finished[1][name] for name in ("steps", "tokens", "supervised_tokens")
     }
-    for ours, theirs in zip(log_of(tmp_path, "train"), log_of(finished[0], "train"), strict=True):
+    for ours, theirs in zip(log_of(folder, "train"), log_of(finished[0], "train"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
-    first, second = (log_of(folder, "evaluation")[0] for folder in (tmp_path, finished[0]))
+    first, second = (log_of(folder, "evaluation")[0] for folder in (folder, finished[0]))
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
+
+
+def train_and_end(inputs: Inputs, folder: Path) -> None:
+    """One of two processes; the second one is asked to end at the first row of its second evaluation."""
+    if parallel.rank() == 1:
+        ask_to_end_at(2)
+    train._train(DraftSettings(**SETTINGS), TWO, **vars(inputs), folder=folder)
+
+
+def test_if_one_of_two_processes_is_asked_to_end_in_an_evaluation_both_do(
+    finished_by_two: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
+) -> None:
+    """The first process has a row more."""
+    with pytest.raises(SystemExit) as ended:
+        parallel.launch(2, functools.partial(train_and_end, inputs, tmp_path))
+    assert ended.value.code == 128 + signal.SIGTERM
+    second = log_of(finished_by_two[0], "evaluation")[1]["step"]
+    assert int(checkpoints(tmp_path)[-1].name.removeprefix("step-")) == second
+    train.make(DraftSettings(**SETTINGS), TWO, **vars(inputs), folder=tmp_path)
+    assert artifact(tmp_path) == artifact(finished_by_two[0])
 
 
 def test_a_changed_recipe_is_refused_with_its_keys(inputs: Inputs, tmp_path: Path) -> None:
@@ -273,13 +361,6 @@ def test_samples_without_supervised_positions_are_counted_and_none_at_all_is_an_
         make(changed, tmp_path / "none", epochs=1)
 
 
-if __name__ == "__main__":
-    values = json.loads(sys.argv[1])
-    shards = [Path(path) for path in values.pop("hidden_states")]
-    given = Inputs(**{key: Path(path) for key, path in values.items()}, hidden_states=shards)
-    make(given, Path(sys.argv[2]), checkpoint_every=int(sys.argv[3]))
-
-
 def test_the_speed_of_a_training_is_shown_by_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RecordLog(tmp_path / "timing.jsonl") as log:
         log.append(*({"step": step, "tokens_per_second": rate} for step, rate in enumerate((900.0, 31234.5, 40000.0))))
@@ -287,3 +368,13 @@ def test_the_speed_of_a_training_is_shown_by_medians(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().err
     assert "tokens per second" in shown
     assert "31,230" in shown
+
+
+if __name__ == "__main__":
+    # Inputs, folder, steps between checkpoints and, if given, the row of its evaluations at which it is asked to end.
+    values = json.loads(sys.argv[1])
+    shards = [Path(path) for path in values.pop("hidden_states")]
+    given = Inputs(**{key: Path(path) for key, path in values.items()}, hidden_states=shards)
+    if len(sys.argv) > 4:
+        ask_to_end_at(int(sys.argv[4]))
+    make(given, Path(sys.argv[2]), checkpoint_every=int(sys.argv[3]))

@@ -26,8 +26,11 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
-def test_states_are_those_of_the_model(make: Make, tmp_path: Path, records: list[Record]) -> None:
-    counts = make(tmp_path / "work")
+@pytest.mark.parametrize("layers", [None, (0, 7), (5,)], ids=["three", "two", "one"])
+def test_states_are_those_of_the_model(
+    layers: tuple[int, ...] | None, make: Make, tmp_path: Path, records: list[Record]
+) -> None:
+    counts = make(tmp_path / "work", aux_layer_ids=layers)
     assert counts["samples"] == counts["stored"] == len(records)
     assert counts["tokens"] == sum(len(record["input_ids"]) for record in records)
     assert counts["teacher_agreement"] == 1
@@ -35,14 +38,14 @@ def test_states_are_those_of_the_model(make: Make, tmp_path: Path, records: list
     assert sorted(reader.ids) == sorted(record["id"] for record in records)
     engine = TinyEngine(make.model)
     for record in records:
-        (expected,) = engine.capture([record["input_ids"]], (2, 4, 5, LAYERS))
+        (expected,) = engine.capture([record["input_ids"]], (*(layers or (2, 4, 5)), LAYERS))
         found = reader.read(record["id"])
         assert found.token_ids.tolist() == record["input_ids"]
         assert found.token_ids.dtype == torch.int32
         rows = [row for start, end in record["spans"] for row in range(start - 1, end - 1)]
         assert found.last_rows.tolist() == rows
-        assert torch.equal(found.aux, expected.states[:, :3].bfloat16())
-        assert torch.equal(found.last, expected.states[rows, 3].bfloat16())
+        assert torch.equal(found.aux, expected.states[:, :-1].bfloat16())
+        assert torch.equal(found.last, expected.states[rows, -1].bfloat16())
 
 
 def test_bytes_do_not_depend_on_the_order_of_arrival(make: Make, tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ def new_project(path: Path, target: Path) -> Project:
         "samples": {"max_repeats": 1000},
         "dataset": {"eval_fraction": 0.25},
         "vocabulary": {"size": 128},
-        "draft": {"unroll": 3, "epochs": 2, "batch_tokens": 256, "learning_rate": 1e-3, "checkpoint_every": 1},
+        "draft": {"unroll": 3, "epochs": 2, "batch_tokens": 256, "learning_rate": 1e-3},
         "acceptance": {"drafts": 2, "prompts": 4, "max_tokens": 12},
-        "machine": {"threads": 1},
+        "machine": {"threads": 1, "checkpoint_every": 1},
     }
     (path / "config/config.yaml").write_text(yaml.safe_dump(config))
     return Project(path)
