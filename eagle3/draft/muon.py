@@ -60,8 +60,9 @@ class Muon:
         self.apply: Callable[..., None] = Replayed(self._update) if small else self._update
 
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
-        """Step with the gradients divided by `scale`; where `skipped` is 1, change nothing."""
+        """Step with the gradients divided by `scale`, or, where `skipped` is 1, change nothing; clear the gradients."""
         self.apply(scale, skipped, (1 - skipped) * rate)
+        self.shards.shard.zero_()
 
     def _update(self, scale: Tensor, skipped: Tensor, rate: Tensor) -> None:
         for matrix, gradient, momentum in self.matrices:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eagle3.draft import parallel
+from eagle3.draft.accelerate import kernel_on_gpu
 from eagle3.draft.model import HEAD
 from eagle3.draft.muon import Muon
 from eagle3.draft.settings import DraftSettings
 from eagle3.draft.shards import Shards
 
 BETAS = (0.9, 0.95)
-# Where torch's fused kernel takes `grad_scale` and `found_inf` and heeds neither.
-IGNORES_SCALE = frozenset({"mps"})
+EPS = 1e-8
 
 
 class Optimizer:
@@ -81,7 +81,7 @@ class Optimizer:
 
 
 class AdamW:
-    """torch's fused AdamW on this rank's share, wherever that begins and ends."""
+    """AdamW (arXiv 1711.05101) on this rank's share, wherever that begins and ends."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: DraftSettings) -> None:
         # Matrices first: only they are decayed.
@@ -90,50 +90,57 @@ class AdamW:
         decayed = sum(parameter.numel() for parameter in parameters if parameter.dim() >= 2)
         share = math.ceil(sum(sizes) / parallel.world())
         self.shards = Shards(parameters, [sum(sizes[:index]) for index in range(len(sizes))], share)
+        self.moments = {name: torch.zeros_like(self.shards.masters) for name in ("exp_avg", "exp_avg_sq")}
+        # Steps that were not skipped.
+        self.count = torch.zeros((), device=self.shards.masters.device)
+        self.logs = torch.tensor([math.log(beta) for beta in BETAS], device=self.shards.masters.device)
         cut = min(max(decayed - self.shards.own.start, 0), share)
-        self.split = [cut, share - cut]
-        self.masters = [nn.Parameter(part) for part in self.shards.masters.split(self.split)]
-        for master, gradient in zip(self.masters, self.shards.shard.split(self.split), strict=True):
-            master.grad = gradient
-        decays = (settings.weight_decay, 0.0)
-        groups = [{"params": [m], "weight_decay": d} for m, d in zip(self.masters, decays, strict=True)]
-        self.adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=True)
-        for master in self.masters:
-            self.adamw.state[master] = {
-                "step": torch.zeros((), device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        flat = self.shards.masters, *self.moments.values(), self.shards.shard
+        self.groups = list(zip((settings.weight_decay, 0.0), *(x.split([cut, share - cut]) for x in flat), strict=True))
 
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
-        """Step with the gradients divided by `scale`; where `skipped` is 1, change nothing."""
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        if scale.device.type in IGNORES_SCALE:
-            if not skipped:
-                self.shards.shard.div_(scale)
-                self.adamw.step()
-            return
-        # Made for loss scaling: the kernel divides by the one and does nothing where the other is set.
-        self.adamw.grad_scale, self.adamw.found_inf = scale, skipped  # type: ignore[attr-defined]
-        self.adamw.step()
+        """Step with the gradients divided by `scale`, or, where `skipped` is 1, change nothing; clear the gradients."""
+        self.count += 1 - skipped
+        corrections = -torch.expm1(self.count * self.logs)
+        for decay, values, first, second, gradient in self.groups:
+            if len(values):
+                _adamw(values, first, second, gradient, scale, skipped, corrections, rate, decay)
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments of all parameters and the step count, on every rank."""
-        names = "exp_avg", "exp_avg_sq"
-        moments = {
-            name: self.shards.collect(torch.cat([self.adamw.state[master][name] for master in self.masters]))
-            for name in names
-        }
-        return moments | {"step": self.adamw.state[self.masters[0]]["step"].cpu()}
+        moments = {name: self.shards.collect(moment) for name, moment in self.moments.items()}
+        return moments | {"step": self.count.cpu()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned, on any number of ranks."""
-        for name in ("exp_avg", "exp_avg_sq"):
-            for master, part in zip(self.masters, self.shards.own_part(state[name]).split(self.split), strict=True):
-                self.adamw.state[master][name].copy_(part)
-        for master in self.masters:
-            self.adamw.state[master]["step"].copy_(state["step"])
+        for name, moment in self.moments.items():
+            moment.copy_(self.shards.own_part(state[name]))
+        self.count.copy_(state["step"])
+
+
+@kernel_on_gpu
+def _adamw(
+    values: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    scale: Tensor,
+    skipped: Tensor,
+    corrections: Tensor,
+    rate: float,
+    decay: float,
+) -> None:
+    """Update values and their moments [n] in place, unless `skipped`; clear the gradient.
+
+    The gradient is divided by `scale`; `corrections` [2] are 1 - beta^steps of the two moments.
+    """
+    if not skipped:
+        gradient.div_(scale)
+        first.lerp_(gradient, 1 - BETAS[0])
+        second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        direction = first / (second / corrections[1]).sqrt_().add_(EPS)
+        values.mul_(1 - rate * decay).sub_(direction.mul_(rate / corrections[0]))
+    gradient.zero_()
 
 
 def learning_rate(settings: DraftSettings, step: int, steps: int) -> float:

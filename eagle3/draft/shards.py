@@ -30,7 +30,7 @@ class Shards:
         self.own = slice(parallel.rank() * share, (parallel.rank() + 1) * share)
         # What this rank owns: masters, and the summed gradients.
         self.masters = self.values[self.own]
-        self.shard = self.gradients[self.own] if parallel.world() == 1 else torch.zeros(share, device=device)
+        self.shard = self.gradients[self.own] if not dist.is_initialized() else torch.zeros(share, device=device)
 
     def reduce(self) -> None:
         """Sum the gradients of all ranks into `shard`."""
@@ -38,10 +38,10 @@ class Shards:
             dist.reduce_scatter_tensor(self.shard, self.gradients)
 
     def publish(self) -> None:
-        """Give the masters to all ranks, and clear the gradients."""
+        """Give the masters to all ranks, and clear the gradients; an optimiser has cleared `shard`."""
         if dist.is_initialized():
             dist.all_gather_into_tensor(self.values, self.masters.clone())
-        self.gradients.zero_()
+            self.gradients.zero_()
 
     def collect(self, own: Tensor) -> Tensor:
         """Return the shares of all ranks as one tensor on the CPU, the same for any number of ranks."""

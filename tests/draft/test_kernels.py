@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.draft import attention, float8, objective, rope, unroll, weights
+from eagle3.draft import attention, float8, objective, optimizer, rope, unroll, weights
 
 pytest.importorskip("triton")
 INTERPRETER = "TRITON_INTERPRET"
@@ -139,3 +139,17 @@ def test_element_wise_work(kernels: Any) -> None:
     assert torch.equal(values.float()[finite], expected[0].float()[finite])
     rows, offsets = torch.randperm(20), torch.tensor([0, 3, 3, 10, 20])
     close([kernels.sum_rows(randn(20, 30), rows, offsets)], [unroll._sum_rows(randn(20, 30), rows, offsets)])
+
+
+@interpreted
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_adamw(kernels: Any, skipped: float) -> None:
+    scalars = torch.tensor(3.0), torch.tensor(skipped), torch.tensor([0.1, 0.05])
+
+    def after(step: Any) -> tuple[Tensor, ...]:
+        # Ends inside a block.
+        values, first, second, gradient = (part.clone() for part in randn(4, 2500))
+        step(values, first, second.abs_(), gradient, *scalars, 1e-2, 0.1)
+        return values, first, second, gradient
+
+    close(after(kernels.adamw), after(optimizer._adamw))

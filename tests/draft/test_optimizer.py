@@ -64,22 +64,9 @@ def expected(kind: str, gradients: list[float]) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-@pytest.mark.parametrize("kernel_scales", [True, False])
-def test_long_gradients_are_clipped_and_spoiled_ones_skipped(
-    kind: Literal["muon", "adamw"], kernel_scales: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gradients = [0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
+def test_long_gradients_are_clipped_and_spoiled_ones_skipped(kind: Literal["muon", "adamw"]) -> None:
+    gradients = [float("inf"), 0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
     reference = expected(kind, gradients)
-    if not kernel_scales:
-        monkeypatch.setattr(optimizer, "IGNORES_SCALE", frozenset({"cpu"}))
-        step = torch.optim.AdamW.step
-
-        def as_on_apple(self: Any, closure: Any = None) -> Any:
-            assert getattr(self, "grad_scale", None) is None, "the kernel would ignore it"
-            assert getattr(self, "found_inf", None) is None, "the kernel would ignore it"
-            return step(self, closure)
-
-        monkeypatch.setattr(torch.optim.AdamW, "step", as_on_apple)
     for name, ours in trained(kind, gradients).items():
         # torch orthogonalises in bfloat16; a step of Muon moves a weight by about 0.2 RATE.
         slack = 3e-2 * 0.2 * RATE * len(gradients) if kind == "muon" and "norm" not in name else 1e-6

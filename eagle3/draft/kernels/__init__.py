@@ -7,8 +7,10 @@ arguments, not compile-time constants, so rows do not recompile.
 from eagle3.draft.kernels.attention import fold, fold_backward, spread
 from eagle3.draft.kernels.layer import add_rows, norm_backward, quantise, rotate, sum_rows, swiglu, swiglu_backward
 from eagle3.draft.kernels.loss import cross_entropy
+from eagle3.draft.kernels.optimizer import adamw
 
 __all__ = [
+    "adamw",
     "add_rows",
     "cross_entropy",
     "fold",
