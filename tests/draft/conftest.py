@@ -184,3 +184,11 @@ def inputs(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Input
         vocabulary=folder / "vocabulary.safetensors",
         hidden_states=sorted(states.glob("shard-*.safetensors")),
     )
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """Processes that are started train on the CPU, however many GPUs there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield

@@ -168,6 +168,7 @@ def train_shared(folder: Path, first: int, last: int) -> None:
         save_file(left, folder / f"{case}-{last}-{parallel.rank()}")
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_any_number_of_processes_trains_and_continues_as_one_does(tmp_path: Path) -> None:
     """Three ranks go half the way; one and two go on from there, and all end where one went alone."""
     alone, shared, resumed = (tmp_path / name for name in ("alone", "shared", "resumed"))

@@ -18,6 +18,7 @@ def one_is_killed() -> None:
     time.sleep(60)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_killed_process_ends_the_others_and_is_named() -> None:
     with pytest.raises(Eagle3Error, match="process 1 of 2 was killed") as error:
         parallel.launch(2, one_is_killed)

@@ -43,6 +43,8 @@ SETTINGS: dict[str, Any] = {
     "sampled_unroll": True,
 }
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 
 def make(inputs: Inputs, folder: Path, *, checkpoint_every: int = 5, **changes: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
