@@ -181,7 +181,7 @@ class _Pass:
         return self.tokens.new_empty(self.row.alive[0], *shape)
 
     def _at(self, t: int, room: Tensor) -> Tensor:
-        """The part of step t [n, ...]."""
+        """The part of step t [n, ...] of room for all steps, or for one."""
         n, edge = self.row.alive[t], sum(self.row.alive[:t])
         return room[edge : edge + n] if len(room) == len(self.results) else room[:n]
 
