@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 import pytest
@@ -39,11 +38,6 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return targets.make_scripted(tmp_path_factory.mktemp("scripted"))
-
-
-@pytest.fixture(scope="session")
-def draft(llama: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return targets.make_draft(tmp_path_factory.mktemp("draft") / "plain", llama)
 
 
 class Family:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -186,47 +185,3 @@ def _successors(tokenizer: PreTrainedTokenizerFast) -> dict[int, int]:
         for token, successor in pairwise(tokenizer.encode(piece, add_special_tokens=False)):
             assert successors.setdefault(token, successor) == successor, tokenizer.decode([token])
     return successors
-
-
-def make_draft(folder: Path, target: Target) -> Path:
-    """Make a random one-layer Llama-type draft in the plain export format."""
-    torch.manual_seed(1)
-    H, V, inner = target.hidden_size, target.vocab_size, 256
-    shapes = {
-        "fc.weight": (H, 3 * H),
-        "layers.0.self_attn.q_proj.weight": (H, 2 * H),
-        "layers.0.self_attn.k_proj.weight": (H // 2, 2 * H),
-        "layers.0.self_attn.v_proj.weight": (H // 2, 2 * H),
-        "layers.0.self_attn.o_proj.weight": (H, H),
-        "layers.0.mlp.gate_proj.weight": (inner, H),
-        "layers.0.mlp.up_proj.weight": (inner, H),
-        "layers.0.mlp.down_proj.weight": (H, inner),
-        "lm_head.weight": (V, H),
-    }
-    norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
-    tensors = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
-    tensors |= {f"{name}.weight": torch.ones(H) for name in norms}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": H,
-        "intermediate_size": inner,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "vocab_size": V,
-        "draft_vocab_size": V,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": list(target.aux_layer_ids),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
