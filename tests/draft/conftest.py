@@ -73,8 +73,8 @@ def tiny_config(**changes: Any) -> DraftConfig:
 
 def random_draft(config: DraftConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Draft:
     """A draft whose every weight, norms included, is random."""
-    chosen = torch.randperm(V, generator=generator)[: config.draft_vocab_size].sort().values
-    t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, chosen, True)
+    chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
     draft = Draft(config, chosen - torch.arange(len(chosen)), t2d).to(dtype)
     for parameter in draft.parameters():
         scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
@@ -83,12 +83,12 @@ def random_draft(config: DraftConfig, generator: torch.Generator, dtype: torch.d
     return draft
 
 
-def random_head(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> HeadWeights:
+def random_head(generator: torch.Generator, dtype: torch.dtype = torch.float32, vocabulary: int = V) -> HeadWeights:
     """Random ends of a target."""
     return HeadWeights(
-        embedding=torch.randn(V, H, generator=generator, dtype=dtype),
+        embedding=torch.randn(vocabulary, H, generator=generator, dtype=dtype),
         norm=1 + 0.3 * torch.randn(H, generator=generator, dtype=dtype),
-        lm_head=torch.randn(V, H, generator=generator, dtype=dtype) / 4,
+        lm_head=torch.randn(vocabulary, H, generator=generator, dtype=dtype) / 4,
         rms_norm_eps=1e-5,
     )
 
