@@ -20,7 +20,7 @@ from eagle3.draft.unroll import prepare, unroll
 from tests.draft.conftest import random_draft, random_head, random_states, tiny_config
 
 # Vocabularies wider than anything else, a row longer than wide.
-LENGTH, V, Vd, UNROLL, BLOCK = 600, 2000, 1000, 7, 16
+LENGTH, V, Vd, UNROLL, BLOCK = 600, 2000, 1000, 4, 16
 Loss = Literal["kl", "ce", "lk_lambda"]
 CPU = torch.device("cpu")
 WHOLE = 1 << 40
