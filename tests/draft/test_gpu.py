@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+from eagle3.draft import objective as objectives
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.float8 import Scaled, product, quantise
 from eagle3.draft.model import Draft
@@ -19,6 +23,7 @@ from eagle3.draft.summary import Summariser
 from eagle3.draft.unroll import prepare, unroll
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target import HeadWeights
+from tests.draft.steps import Steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_float8 = pytest.mark.skipif(
@@ -182,3 +187,52 @@ def test_cutting_to_float8(n: int, size: int) -> None:
     out = product(x.cuda(), Scaled(*quantise(weight.cuda()))).cpu()
     spoiled = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor([0, n // 2]), True)
     assert torch.equal(out.isfinite(), ~spoiled[:, None].expand(n, 48))
+
+
+@pytest.mark.parametrize("shape", ["gqa", "mla"])
+@pytest.mark.parametrize("settings", [{}, {"loss": "lk_lambda", "optimizer": "adamw"}], ids=str)
+def test_a_step_never_waits_for_the_gpu(shape: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    draft, head = make(shape, torch.Generator().manual_seed(5))
+    steps = Steps(draft.cuda(), head, DraftSettings(unroll=UNROLL, **settings), 60, tmp_path)
+    numbers = range(4)
+    # Compiled, and recorded as graphs.
+    for _ in range(2):
+        for number in numbers:
+            steps.take(number)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in numbers:
+            steps.take(number)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            float(steps.run.skipped)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(steps.run.skipped) == 0
+
+
+def compiled_kernels() -> dict[str, int]:
+    """How many variants of every Triton kernel of ours are compiled."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("eagle3.draft.kernels.")]
+    kernels = {k.__name__: k for module in modules for k in vars(module).values() if hasattr(k, "device_caches")}
+    return {name: sum(len(c[0]) for c in kernel.device_caches.values()) for name, kernel in kernels.items()}
+
+
+@pytest.mark.parametrize("shape", ["gqa", "mla"])
+@pytest.mark.parametrize("loss", ["kl", "lk_lambda"])
+def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several chunks a row, the last one of any length.
+    monkeypatch.setitem(objectives.CHUNK_BYTES, "cuda", 16 << 20)
+    torch._dynamo.reset()
+    counters.clear()
+    draft, head = make(shape, torch.Generator().manual_seed(6))
+    steps = Steps(draft.cuda(), head, DraftSettings(unroll=UNROLL, loss=loss), 600, tmp_path)
+    before, rows = compiled_kernels(), 50
+    for number in range(rows):
+        steps.take(number)
+    after = compiled_kernels()
+    print(counters["stats"], {name: count - before.get(name, 0) for name, count in after.items()})
+    # Two functions, of which torch would compile eight each and run the rest uncompiled.
+    assert 1 <= counters["stats"]["unique_graphs"] <= 8
+    # Divisibility and such makes some variants; lengths as constants would make one a row.
+    assert after
+    assert all(count - before.get(name, 0) < rows / 2 for name, count in after.items())
