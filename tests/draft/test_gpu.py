@@ -230,7 +230,6 @@ def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, mon
     for number in range(rows):
         steps.take(number)
     after = compiled_kernels()
-    print(counters["stats"], {name: count - before.get(name, 0) for name, count in after.items()})
     # Two functions, of which torch would compile eight each and run the rest uncompiled.
     assert 1 <= counters["stats"]["unique_graphs"] <= 8
     # Divisibility and such makes some variants; lengths as constants would make one a row.
