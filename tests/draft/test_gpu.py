@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3.draft import optimizer
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.float8 import Scaled, product, quantise
 from eagle3.draft.model import Draft
@@ -182,3 +183,21 @@ def test_cutting_to_float8(n: int, size: int) -> None:
     out = product(x.cuda(), Scaled(*quantise(weight.cuda()))).cpu()
     spoiled = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor([0, n // 2]), True)
     assert torch.equal(out.isfinite(), ~spoiled[:, None].expand(n, 48))
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_adamw(skipped: float) -> None:
+    # Begins anywhere and ends inside a block; what is skipped may hold anything.
+    before = torch.randn(4, 2503, generator=torch.Generator().manual_seed(5))
+    before[2].abs_()
+    if skipped:
+        before[3, ::2] = torch.nan
+
+    def after(device: str) -> Tensor:
+        whole = before.clone().to(device)
+        values, first, second, gradient = whole[:, 3:]
+        scale, skip, corrections = (torch.tensor(value, device=device) for value in (3.0, skipped, [0.1, 0.05]))
+        optimizer._adamw(values, first, second, gradient, scale, skip, corrections, 1e-2, 0.1)
+        return whole.cpu()
+
+    torch.testing.assert_close(after("cuda")[:, 3:], after("cpu")[:, 3:], rtol=1e-5, atol=1e-6)
