@@ -101,6 +101,7 @@ class AdamW:
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
         """Step with the gradients divided by `scale`, or, where `skipped` is 1, change nothing; clear the gradients."""
         self.count += 1 - skipped
+        # 1 - beta^count on the device; in float32 expm1 keeps it within 1e-7 from the first step on.
         corrections = -torch.expm1(self.count * self.logs)
         for decay, values, first, second, gradient in self.groups:
             if len(values):
@@ -130,9 +131,18 @@ def _adamw(
     rate: float,
     decay: float,
 ) -> None:
-    """Update values and their moments [n] in place, unless `skipped`; clear the gradient.
+    """Update values and their moments in place, unless `skipped`; clear the gradient.
 
-    The gradient is divided by `scale`; `corrections` [2] are 1 - beta^steps of the two moments.
+    Args:
+        values: [n] float32, as the next three.
+        first: mean of the gradients.
+        second: mean of their squares.
+        gradient: may hold anything where the step is skipped.
+        scale: [] float32, by which the gradient is divided.
+        skipped: [] float32, 0 or 1.
+        corrections: [2] float32, 1 - beta^steps of the two moments.
+        rate: the learning rate.
+        decay: decoupled weight decay, times the rate.
     """
     if not skipped:
         gradient.div_(scale)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from eagle3.draft import objective as objectives
+from eagle3.draft import optimizer
 from eagle3.draft.config import DraftConfig, LatentShape
 from eagle3.draft.float8 import Scaled, product, quantise
 from eagle3.draft.model import Draft
@@ -235,3 +236,21 @@ def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, mon
     # Divisibility and such makes some variants; lengths as constants would make one a row.
     assert after
     assert all(count - before.get(name, 0) < rows / 2 for name, count in after.items())
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_adamw(skipped: float) -> None:
+    # Begins anywhere and ends inside a block; what is skipped may hold anything.
+    before = torch.randn(4, 2503, generator=torch.Generator().manual_seed(5))
+    before[2].abs_()
+    if skipped:
+        before[3, ::2] = torch.nan
+
+    def after(device: str) -> Tensor:
+        whole = before.clone().to(device)
+        values, first, second, gradient = whole[:, 3:]
+        scale, skip, corrections = (torch.tensor(value, device=device) for value in (3.0, skipped, [0.1, 0.05]))
+        optimizer._adamw(values, first, second, gradient, scale, skip, corrections, 1e-2, 0.1)
+        return whole.cpu()
+
+    torch.testing.assert_close(after("cuda")[:, 3:], after("cpu")[:, 3:], rtol=1e-5, atol=1e-6)

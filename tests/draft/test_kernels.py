@@ -147,8 +147,10 @@ def test_adamw(kernels: Any, skipped: float) -> None:
     scalars = torch.tensor(3.0), torch.tensor(skipped), torch.tensor([0.1, 0.05])
 
     def after(step: Any) -> tuple[Tensor, ...]:
-        # Ends inside a block.
-        values, first, second, gradient = (part.clone() for part in randn(4, 2500))
+        # Begins anywhere and ends inside a block.
+        values, first, second, gradient = randn(4, 2503)[:, 3:]
+        if skipped:
+            gradient[::2] = torch.nan
         step(values, first, second.abs_(), gradient, *scalars, 1e-2, 0.1)
         return values, first, second, gradient
 

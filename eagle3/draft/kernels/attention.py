@@ -145,6 +145,8 @@ def _fold_backward(
     delta = tl.sum(d_result * tl.load(out + out_at, out_inside, 0.0).to(tl.float32), 1)
     # Heads that only pad get weight 0.
     total = tl.load(lse + place, present, float("inf"))
+    # How much of a gradient is there already.
+    there, value_there = tl.where(row < seen, d, 0), tl.where(row < seen, dv, 0)
     first = tl.load(starts)
     for step in range(steps):
         own = tl.load(starts + step) - first + row
@@ -154,10 +156,9 @@ def _fold_backward(
         weight = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
         d_score = weight * (tl.sum(d_result * value[None, :], 1) - delta) * scale
         d_query += d_score[:, None] * key[None, :]
-        there = row < seen
-        d_key = tl.load(d_keys + key_at, there & (column < d), 0.0).to(tl.float32)
+        d_key = tl.load(d_keys + key_at, column < there, 0.0).to(tl.float32)
         d_key += tl.sum(d_score[:, None] * query, 0)
-        d_value = tl.load(d_values + value_at, there & (value_column < dv), 0.0).to(tl.float32)
+        d_value = tl.load(d_values + value_at, value_column < value_there, 0.0).to(tl.float32)
         tl.store(d_keys + key_at, d_key, column < d)
         tl.store(d_values + value_at, d_value + tl.sum(weight[:, None] * d_result, 0), value_column < dv)
     tl.store(d_q + at, d_query, inside)
