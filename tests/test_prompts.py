@@ -127,7 +127,7 @@ class TestForms:
         system=st.none() | TEXT,
         answered=st.booleans(),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_every_way_to_write_a_conversation_gives_the_same_one(
         self, tmp_path_factory: pytest.TempPathFactory, texts: list[str], system: str | None, answered: bool
     ) -> None:
@@ -279,7 +279,7 @@ class TestFiles:
         pack=st.sampled_from([("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]),
         data=st.data(),
     )
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_rows_are_read_whole_wherever_chunks_and_frames_end(
         self,
         tmp_path: Path,
@@ -425,7 +425,7 @@ class TestParts:
         assert len(parts(tmp_path / "out")) == 2
 
     @given(texts=st.lists(st.text(min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=30), data=st.data())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_the_order_of_rows_does_not_matter_and_every_row_is_counted(
         self, tmp_path_factory: pytest.TempPathFactory, texts: list[str], data: st.DataObject
     ) -> None:

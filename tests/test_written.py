@@ -149,7 +149,7 @@ class TestCleaning:
         assert found["messages"] == [{"role": "user", "content": "draw a cat"}]
 
     @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_any_text_comes_out_as_it_is_or_with_a_reason(self, chat: Chat, turn: UserTurn, text: str) -> None:
         ids = chat.tokenizer.encode(text)
         found = read_turn(chat, turn, answer([*ids, turn.closing]))
