@@ -313,7 +313,8 @@ class _Pass:
         del self.d_middle, self.attended
         normed = norm(self.streams, w.hidden_norm, self.eps)
         weight_backward(self._halves(self.d_projected[:first])[0], normed[:first], feature.q)
-        weight_backward(self.d_projected[first:], normed[first:], feature.whole)
+        if len(self.row.alive) > 1:
+            weight_backward(self.d_projected[first:], normed[first:], feature.whole)
 
     def _start_backward(self, d_stream: Tensor) -> tuple[Tensor, Tensor]:
         """Go back from the gradient of the roots' g_{-1} [R, H], and those in the pass, to the inputs."""
