@@ -77,10 +77,10 @@ def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def linear(x: Tensor, weight: Weight, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """[n, in] -> [n, out], plus a tensor of that shape; into `out`, if given."""
     if weight.float8 is not None:
-        product_ = product(x, weight.float8.rows)
+        found = product(x, weight.float8.rows)
         if plus is not None:
-            product_.add_(plus)
-        return product_ if out is None else out.copy_(product_)
+            found.add_(plus)
+        return found if out is None else out.copy_(found)
     if plus is None:
         return torch.mm(x, weight.value.mT, out=out)
     return torch.addmm(plus, x, weight.value.mT, out=out)
