@@ -13,9 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
+
+if TYPE_CHECKING:
+    import torch
 
 LOCKS = Path(tempfile.gettempdir()) / "eagle3-gpus"
 
@@ -95,3 +99,18 @@ def _try_lock(device: str, stack: ExitStack) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of `machine.device`; `auto` prefers CUDA, then Apple's, then the CPU."""
+    import torch
+
+    if name != "auto":
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is not None:
+            # Triton and FlashAttention-4 launch on the current device, wherever their tensors are.
+            torch.cuda.set_device(device)
+        return device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eagle3 import export
-from eagle3.draft.config import NAME, draft_config
-from eagle3.draft.model import WEIGHTS, Draft
-from eagle3.draft.settings import DraftSettings
-from eagle3.export import ExportSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.config.export import ExportSettings
+from eagle3.config.target import TargetSettings
+from eagle3.draft.model.config import NAME, WEIGHTS, draft_config
+from eagle3.draft.model.network import Draft
 from eagle3.files.records import write_json
-from eagle3.target import Target, TargetSettings, head_weights
-from eagle3.target.pin import PIN, make
+from eagle3.stages import export
+from eagle3.stages.target import PIN, make
+from eagle3.target.pin import Target
+from eagle3.target.weights import head_weights
 
 
 def pinned(target: Target, folder: Path) -> Path:

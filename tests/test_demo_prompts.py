@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from eagle3.prompts import make as make_prompts
-from eagle3.prompts.settings import PromptsSettings, SourceSettings
+from eagle3.config.prompts import PromptsSettings, SourceSettings
+from eagle3.stages.prompts import make as make_prompts
 
 FOLDER = Path(__file__).parents[1] / "resources" / "prompts"
 KINDS = {"chat", "code", "extraction", "multi-turn", "reasoning", "summarising", "translation"}

@@ -1,1 +1,0 @@
-"""Artifacts: what makes each one (stages, fingerprints), where it lies (store, manifests), who makes it (jobs)."""

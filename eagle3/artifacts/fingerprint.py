@@ -30,7 +30,7 @@ def fingerprint(modules: Iterable[str], root: Path | None = None) -> str:
     """Return the fingerprint (64 hex digits) of `modules` and all they import inside the package.
 
     Args:
-        modules: dotted names, e.g. `("eagle3.samples",)`.
+        modules: dotted names, e.g. `("eagle3.stages.samples",)`.
         root: the folder that holds the package; by default the one this module was loaded from.
     """
     text = "\n".join(f"{name} {digest}" for name, digest in sorted(closure(modules, root).items()))

@@ -12,10 +12,10 @@ import orjson
 
 from eagle3 import console
 from eagle3.artifacts.manifest import Manifest
-from eagle3.artifacts.stages import STAGES, stage_fingerprint
+from eagle3.artifacts.registry import STAGES, stage_fingerprint
 from eagle3.artifacts.store import Store
 from eagle3.artifacts.workflow import Workflow
-from eagle3.config import Config, load
+from eagle3.config.configuration import Config, load
 from eagle3.errors import Eagle3Error
 from eagle3.gpus import claim
 
@@ -56,7 +56,7 @@ class Job:
 
         def make(folder: Path) -> Mapping[str, Any]:
             with claim(self._machine_settings().get("gpus", 0) if STAGES[stage].machine else 0):
-                module = importlib.import_module(STAGES[stage].modules[0])
+                module = importlib.import_module(STAGES[stage].module)
                 paths = {**inputs, "sources": sources} if sources else dict(inputs)
                 counts: Mapping[str, Any] = module.make(*sections, **paths, folder=folder)
                 return counts

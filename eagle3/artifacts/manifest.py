@@ -6,13 +6,13 @@ complete. File hashes in manifests are how a stage knows its inputs without read
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import sha256
 
 NAME = "manifest.json"
 
@@ -88,12 +88,6 @@ def entry_of(file: Path) -> tuple[Manifest, FileEntry]:
     if name not in manifest.files:
         raise Eagle3Error("a file is not listed in the manifest of its artifact", where=file, found=folder / NAME)
     return manifest, manifest.files[name]
-
-
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file (about 1.5 GB/s a core)."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_file(path: Path, entry: FileEntry, *, content: bool = True) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 from eagle3.artifacts import manifest as manifests
 from eagle3.artifacts.job import Job, by_role
 from eagle3.artifacts.manifest import Manifest
-from eagle3.artifacts.stages import STAGES, stage_fingerprint
+from eagle3.artifacts.registry import STAGES, stage_fingerprint
 from eagle3.artifacts.store import Store, content_key
 from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import sha256
 from eagle3.files.records import read_json
 
 _COMMAND = "Shell command: eagle3 "
@@ -110,7 +111,7 @@ def _commands(arguments: Sequence[str]) -> list[Command]:
 
 def _parse(words: list[str]) -> Command:
     """Let the command line itself read a rule's command, and note what it would produce."""
-    from eagle3.cli import app
+    from eagle3.cli.main import app
 
     noted: list[Command] = []
 
@@ -137,7 +138,7 @@ def _decide(command: Command, store: Store, made: Mapping[Path, Manifest | None]
     found = None
     if all(digest for digests in hashes.values() for digest in digests):
         inputs = {role: {str(i): digest or "" for i, digest in enumerate(digests)} for role, digests in hashes.items()}
-        sources = {str(file): manifests.sha256(file) for file in command.sources}
+        sources = {str(file): sha256(file) for file in command.sources}
         fingerprint = stage_fingerprint(command.stage, command.settings)
         found = store.find(command.stage, content_key(command.stage, fingerprint, command.settings, inputs, sources))
     if found is None:
@@ -168,9 +169,9 @@ def _estimate(commands: Sequence[Command], made: Mapping[Path, Manifest | None],
         by_stage.setdefault(command.stage, []).append(command)
     most = by_stage["responses"][0].settings["responses"]["max_tokens"] if "responses" in by_stage else 0
     prompts = _counts(by_stage.get("prompts", []), made).get("prompts", 0)
-    for command in by_stage.get("written", []):
-        chosen = command.settings["written"]
-        rows["written"].tokens = chosen["count"] * chosen["max_tokens"] * rows["written"].computed
+    for command in by_stage.get("synthetic", []):
+        chosen = command.settings["synthetic"]
+        rows["synthetic"].tokens = chosen["count"] * chosen["max_tokens"] * rows["synthetic"].computed
     tokens = _counts(by_stage.get("samples", []), made).get("tokens") or prompts * most
     for stage in ("responses", "samples", "dataset", "hidden_states", "draft"):
         rows[stage].tokens = tokens * rows[stage].computed // max(rows[stage].jobs, 1)

@@ -28,6 +28,7 @@ from eagle3.artifacts import manifest as manifests
 from eagle3.artifacts.manifest import FileEntry, Manifest
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import sha256
 
 Inputs = Mapping[str, Sequence[Path]]
 Make = Callable[[Path], Mapping[str, Any]]
@@ -79,7 +80,7 @@ class Store:
             Eagle3Error: an input is damaged, the disk is full, or whatever `make` found wrong.
         """
         hashes = {role: {str(file): _identify(file) for file in files} for role, files in sorted(inputs.items())}
-        outside = {str(file): manifests.sha256(file) for file in sources}
+        outside = {str(file): sha256(file) for file in sources}
         key = content_key(stage, fingerprint, settings, hashes, outside)
         entry = self.entries / stage / key
         with _translate_os_errors(output), self._lock(stage, key):
@@ -206,8 +207,7 @@ def _describe(folder: Path) -> dict[str, FileEntry]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     kept = [path for path in files if not any(part.startswith(SCRATCH) for part in path.relative_to(folder).parts)]
     return {
-        path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=manifests.sha256(path))
-        for path in kept
+        path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256(path)) for path in kept
     }
 
 

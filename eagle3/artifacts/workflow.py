@@ -14,10 +14,11 @@ from typing import Any
 import orjson
 
 from eagle3.artifacts import manifest
-from eagle3.artifacts.stages import stage_fingerprint, stage_settings
-from eagle3.config import Config, resolve
-from eagle3.draft.warm_start import config_file
-from eagle3.prompts import outside_files
+from eagle3.artifacts.registry import stage_fingerprint, stage_settings
+from eagle3.config.configuration import Config, resolve
+from eagle3.draft.model.warm_start import config_file
+from eagle3.files.hashing import sha256
+from eagle3.stages.prompts import outside_files
 
 DEMO = "smollm2-135m-instruct"
 # Files of the demo target that later jobs read; declared so that Snakemake knows them.
@@ -71,7 +72,7 @@ class Workflow:
     def _settings(self, stage: str) -> dict[str, Any]:
         settings = stage_settings(stage, self._values)
         if stage == "target" and Path(self.config.target.model).is_dir():
-            from eagle3.target.pin import revision
+            from eagle3.target.model_folder import revision
 
             settings["folder_revision"] = revision(Path(self.config.target.model))
         if stage == "draft" and self.config.draft.warm_start is not None:
@@ -94,7 +95,7 @@ def _hash_files(files: list[str]) -> dict[str, str]:
         stat = Path(name).stat()
         mark = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
         if known.get(name, [None])[:3] != mark:
-            known[name] = [*mark, manifest.sha256(Path(name))]
+            known[name] = [*mark, sha256(Path(name))]
         hashes[name] = known[name][3]
     if HASHES.parent.is_dir():
         HASHES.write_bytes(orjson.dumps(known))

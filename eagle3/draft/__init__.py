@@ -1,1 +1,0 @@
-"""The draft model: its network, its objective, its data and its training."""

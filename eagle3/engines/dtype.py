@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from eagle3.target import Target
+from eagle3.target.pin import Target
 
 
 def compute_dtype(name: str, target: Target, device: str) -> str:

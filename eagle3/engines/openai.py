@@ -10,14 +10,15 @@ from types import TracebackType
 
 from openai import AsyncOpenAI
 
-from eagle3.chat import UnrenderableError, load_chat
-from eagle3.engines import Capture, Generation, GenerationRequest, Sampling, Served, failed
-from eagle3.engines.client import Client, RequestFailedError, ServerLostError, api_key
-from eagle3.engines.completion import body_of, read_message, read_raw
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.chat.rebuild import RebuildError, rebuild
+from eagle3.chat.template import UnrenderableError, load_chat
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
+from eagle3.engines.http.client import Client, RequestFailedError, ServerLostError, api_key
+from eagle3.engines.http.completion import body_of, read_message, read_raw
 from eagle3.errors import Eagle3Error
-from eagle3.rebuild import RebuildError, rebuild
-from eagle3.target import Target
+from eagle3.target.pin import Target
 
 
 def open_engine(
@@ -28,7 +29,7 @@ def open_engine(
 
 
 class OpenAIEngine:
-    """See `eagle3.engines.Engine`; the endpoint must serve the target itself."""
+    """See `eagle3.engines.base.Engine`; the endpoint must serve the target itself."""
 
     name = "openai"
     sampling_fault = None

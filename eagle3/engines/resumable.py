@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from eagle3.console import say
-from eagle3.engines import Engine, Generation, GenerationRequest, Sampling
+from eagle3.engines.base import Engine, Generation, GenerationRequest, Sampling
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog
 

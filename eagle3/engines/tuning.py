@@ -9,18 +9,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
 from eagle3.console import progress
-from eagle3.engines import GenerationRequest, Message, Sampling, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.engines.base import GenerationRequest, Sampling, open_engine
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import read_records
-from eagle3.report import figures
-from eagle3.target import Target, load_target
+from eagle3.target.pin import Target
 
 if TYPE_CHECKING:
-    from eagle3.config import Config
+    pass
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 # Each level is asked so many requests per one in flight, for a plateau between the ramp and the tail.
@@ -114,38 +111,3 @@ def _has_levelled_off(tried: Sequence[Level]) -> bool:
         return False
     best = max(level.tokens_per_second for level in tried[:-2])
     return all(level.tokens_per_second < _GAIN * best for level in tried[-2:])
-
-
-def tune(config: Config, pin: Path, prompts: Path, count: int, folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Tune with the first turns of the first `count` prompts of a part, and the sampling of the configuration.
-
-    Writes into `folder`: `concurrency.svg`, tokens per second by requests in flight, and `concurrency.yaml`, a
-    configuration file that sets the recommended number.
-    """
-    settings = config.responses
-    requests = [
-        GenerationRequest(
-            prompt["id"], _first_turn(prompt["messages"]), 0, prompt.get("tools"), settings.template_kwargs
-        )
-        for prompt in islice(read_records(prompts), count)
-    ]
-    if not requests:
-        raise Eagle3Error("there are no prompts to tune with", where=prompts, remedy="give another part")
-    sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, best = tune_concurrency(config.engine, config.machine, load_target(pin), requests, sampling, folder=folder)
-    write(rows, best, folder)
-    return rows, best
-
-
-def write(rows: Sequence[dict[str, Any]], best: int, folder: Path) -> None:
-    """Write the figure and the configuration file."""
-    with mpl.rc_context(figures.STYLE):
-        levels, speeds = ([row[name] for row in rows] for name in ("concurrency", "tokens_per_second"))
-        figures.save(figures.concurrency(levels, speeds, best), folder / "concurrency.svg")
-    (folder / "concurrency.yaml").write_text(f"machine:\n  concurrency: {best}\n", encoding="utf-8")
-
-
-def _first_turn(messages: Sequence[Message]) -> list[Message]:
-    end = next(number for number, message in enumerate(messages, start=1) if message["role"] == "user")
-    return list(messages[:end])

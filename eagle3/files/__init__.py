@@ -1,1 +1,0 @@
-"""File formats that the stages share: JSONL records, safetensors, spools that bound memory, content hashes."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
-from eagle3.hidden_states.entry import Entry, FrameError, Place, Recipe, decode_frames, places
 from eagle3.hidden_states.shard import Shard
+from eagle3.hidden_states.stored_sample import Entry, FrameError, Place, Recipe, decode_frames, places
 
 # Decoded states that an audit holds per thread.
 _GROUP_BYTES = 1 << 26

@@ -16,8 +16,8 @@ import numpy as np
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.codec import FRAME_ROWS
-from eagle3.hidden_states.entry import Entry, Int32s, Int64s, Recipe, count_frames, decode_frames
 from eagle3.hidden_states.shard import Shard
+from eagle3.hidden_states.stored_sample import Entry, Int32s, Int64s, Recipe, count_frames, decode_frames
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.codec import FRAME_ROWS
-from eagle3.hidden_states.entry import REMEDY, Entry, Int32s, Int64s, Recipe, read_at
+from eagle3.hidden_states.stored_sample import REMEDY, Entry, Int32s, Int64s, Recipe, read_at
 
 FORMAT = "eagle3-hidden-states-1"
 _INDEX = ("token_end", "row_end", "frame_end", "next_token", "teacher_token", "sample_checksum")

@@ -17,7 +17,7 @@ from eagle3.hidden_states import codec
 if TYPE_CHECKING:
     import torch
 
-    from eagle3.target import HeadWeights
+    from eagle3.target.weights import HeadWeights
 
 # Rows of lm_head that are widened to float32 at a time: 0.5 GB at Kimi's width.
 _HEAD_ROWS = 16384

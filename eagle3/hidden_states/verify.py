@@ -18,10 +18,10 @@ import numpy as np
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Audit, Fault, Statistics, audit_entry, audit_shard
-from eagle3.hidden_states.entry import Entry, Recipe
+from eagle3.hidden_states.capture_log import FOLDER, read_recipe, scan
 from eagle3.hidden_states.reader import load
-from eagle3.hidden_states.scratch import FOLDER, read_recipe, scan
 from eagle3.hidden_states.shard import Shard
+from eagle3.hidden_states.stored_sample import Entry, Recipe
 from eagle3.hidden_states.teacher import is_tie, normed, teacher_tokens
 
 Chosen = tuple[Entry, Recipe, codec.Bits]
@@ -30,8 +30,9 @@ Chosen = tuple[Entry, Recipe, codec.Bits]
 if TYPE_CHECKING:
     import torch
 
-    from eagle3.engines import Engine
-    from eagle3.target import HeadWeights, Target
+    from eagle3.engines.base import Engine
+    from eagle3.target.pin import Target
+    from eagle3.target.weights import HeadWeights
 
 # Engines in bf16 agree to 3% in deep layers, fp8 adds 3%; another layer or row is off by 50% and more.
 _PARITY_TOLERANCE = 0.15

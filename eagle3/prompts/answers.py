@@ -11,9 +11,8 @@ from typing import Any
 
 import orjson
 
+from eagle3.chat.message import Message
 from eagle3.prompts.sources import RejectedError
-
-Message = dict[str, Any]
 
 _REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 _OPENING, _CLOSING = "<think>", "</think>"

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3.config.prompts import DecontaminationSettings
 from eagle3.errors import Eagle3Error
+from eagle3.files.find import find_files
 from eagle3.prompts.conversations import detect_forms, to_conversation
-from eagle3.prompts.settings import DecontaminationSettings
-from eagle3.prompts.sources import RejectedError, Row, find_files, read_rows
+from eagle3.prompts.sources import RejectedError, Row, read_rows
 
 if TYPE_CHECKING:
     import numpy as np

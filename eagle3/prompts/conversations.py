@@ -11,14 +11,14 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
-from eagle3.prompts.answers import Message, join_answers, number_calls, read_answer, read_call, read_result
+from eagle3.chat.message import Message
+from eagle3.config.prompts import Form
+from eagle3.prompts.answers import join_answers, number_calls, read_answer, read_call, read_result
 from eagle3.prompts.sources import RejectedError
-
-Form = Literal["messages", "sharegpt", "prompt", "alpaca", "turns"]
 
 _LISTS = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eagle3.prompts.settings import Value
+from eagle3.config.prompts import Value
 
 _SHOWN = 5
 

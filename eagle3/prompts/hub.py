@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from eagle3.config.prompts import HubSettings
 from eagle3.errors import Eagle3Error
-from eagle3.prompts.settings import HubSettings
 from eagle3.prompts.sources import Row
 
 _ROWS = 1000

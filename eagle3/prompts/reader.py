@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from eagle3.config.prompts import Form, PromptsSettings, SourceSettings
 from eagle3.console import progress, say
 from eagle3.errors import Eagle3Error
+from eagle3.files.find import find_files
 from eagle3.files.hashing import fraction_of, hash_of
 from eagle3.files.records import Record
 from eagle3.files.spool import Spool
 from eagle3.prompts.contamination import Contamination
-from eagle3.prompts.conversations import Conversation, Form, detect_forms, to_conversation
+from eagle3.prompts.conversations import Conversation, detect_forms, to_conversation
 from eagle3.prompts.filter import Filter
 from eagle3.prompts.hub import read_hub
-from eagle3.prompts.settings import PromptsSettings, SourceSettings
-from eagle3.prompts.sources import RejectedError, Row, find_files, read_rows, stem
+from eagle3.prompts.sources import RejectedError, Row, read_rows, stem
 
 
 class Origin(NamedTuple):
@@ -32,19 +33,19 @@ class Origin(NamedTuple):
     rows: Iterator[Row]
 
 
-def origins(source: SourceSettings, written: Path | None) -> Iterator[Origin]:
+def origins(source: SourceSettings, synthetic: Path | None) -> Iterator[Origin]:
     """Yield the files or the data set of a source, in order.
 
     Args:
         source: its settings.
-        written: the user turns that the target wrote.
+        synthetic: the user turns that the target wrote.
     """
     if source.hub is not None:
         name = source.name or source.hub.dataset.partition("/")[2]
         yield Origin(name, source.hub.dataset, read_hub(source.hub))
     elif source.path is None:
-        assert written is not None
-        yield Origin(source.name or "self", str(written), read_rows(written))
+        assert synthetic is not None
+        yield Origin(source.name or "synthetic", str(synthetic), read_rows(synthetic))
     else:
         folder = Path(source.path).name if Path(source.path).is_dir() else None
         for path in find_files(source.path):
@@ -54,9 +55,9 @@ def origins(source: SourceSettings, written: Path | None) -> Iterator[Origin]:
 class Reader:
     """Reads all sources once: good prompts go to the spool, a record of every faulty row comes out."""
 
-    def __init__(self, settings: PromptsSettings, written: Path | None, spool: Spool) -> None:
+    def __init__(self, settings: PromptsSettings, synthetic: Path | None, spool: Spool) -> None:
         self._settings = settings
-        self._written = written
+        self._synthetic = synthetic
         self._spool = spool
         self._contamination = Contamination(settings.decontaminate)
         self._first: dict[str, str] = {}
@@ -70,7 +71,7 @@ class Reader:
         for number, source in enumerate(self._settings.sources):
             wanted = Filter(source.where)
             usable, fault_at = 0, None
-            for origin in origins(source, self._written):
+            for origin in origins(source, self._synthetic):
                 counts = self._counts[origin.name]
                 with progress(None, f"reading {origin.name}", "rows") as bar:
                     for row in origin.rows:
@@ -199,7 +200,7 @@ def _values(row: Row) -> dict[str, Any]:
 
 
 def _useless(source: SourceSettings, found: str) -> Eagle3Error:
-    place = source.hub.dataset if source.hub else source.path or "self"
+    place = source.hub.dataset if source.hub else source.path or "synthetic"
     if not found:
         return Eagle3Error("a prompt source is empty", where=place, expected="at least one row")
     return Eagle3Error(

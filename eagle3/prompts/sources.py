@@ -5,7 +5,6 @@ A fault of one row rejects that row, with a stable code; a fault of a file ends 
 
 from __future__ import annotations
 
-import glob
 import gzip
 import json
 import zlib
@@ -17,8 +16,8 @@ import orjson
 import zstandard
 
 from eagle3.errors import Eagle3Error
+from eagle3.files.find import SUFFIXES
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 _CHUNK = 1 << 18
 _PARQUET_ROWS = 2048
 
@@ -41,39 +40,9 @@ class Row(NamedTuple):
     fault: RejectedError | None = None
 
 
-def find_files(path: str, setting: str = "prompts.sources") -> list[Path]:
-    """Return the files of a source: the file itself, a folder's data files, or what a glob matches; sorted.
-
-    Args:
-        path: as the configuration has it.
-        setting: where in the configuration, for the error.
-
-    Raises:
-        Eagle3Error: there is none.
-    """
-    folder = Path(path).is_dir()
-    # `glob` unlike `Path.glob` takes absolute patterns and passes over hidden files.
-    found = glob.glob(f"{glob.escape(path)}/**/*" if folder else path, recursive=True)  # noqa: PTH207
-    if folder:
-        found = [name for name in found if name.endswith(_SUFFIXES)]
-    elif not found and Path(path).exists():
-        # A name with brackets or stars in it.
-        found = [path]
-    files = [Path(name) for name in sorted(found) if Path(name).is_file()]
-    if not files:
-        raise Eagle3Error(
-            "a prompt source matches no file",
-            where=f"`{setting}` in the configuration",
-            found=path,
-            expected=f"a file, a folder or a glob; files end in {', '.join(_SUFFIXES)}",
-            remedy="paths are relative to the folder where the command runs",
-        )
-    return files
-
-
 def stem(path: Path) -> str:
     """Return the file's name without the suffixes that say how it is stored."""
-    suffix = next((suffix for suffix in sorted(_SUFFIXES, key=len) if path.name.endswith(suffix)), path.suffix)
+    suffix = next((suffix for suffix in sorted(SUFFIXES, key=len) if path.name.endswith(suffix)), path.suffix)
     return path.name.removesuffix(suffix)
 
 
@@ -88,14 +57,14 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from _parquet_rows(path)
         elif path.name.endswith(".json"):
             yield from _json_rows(path.read_bytes())
-        elif path.name.endswith(_SUFFIXES):
+        elif path.name.endswith(SUFFIXES):
             yield from _json_lines(_chunks(path))
         else:
             raise Eagle3Error(
                 "a prompt source is of a kind that is not known",
                 where=path,
                 found=path.suffix or "no suffix",
-                expected=f"one of {', '.join(_SUFFIXES)}",
+                expected=f"one of {', '.join(SUFFIXES)}",
             )
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise Eagle3Error(

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eagle3.chat.roles import ROLES, Roles
 from eagle3.files.records import Record, in_turn, read_records
-from eagle3.roles import ROLES, Roles
 
 Rows = Mapping[str, Any]
 

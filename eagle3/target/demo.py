@@ -12,9 +12,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from eagle3.artifacts.manifest import sha256
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import sha256
 
 NAME = "smollm2-135m-instruct"
 MODEL = "model"

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 import orjson
 from openai import AsyncOpenAI
 
-from eagle3.engines import GenerationRequest, Sampling
-from eagle3.engines.client import Client, ServerLostError
-from eagle3.engines.completion import body_of, read_message, read_raw
+from eagle3.engines.base import GenerationRequest, Sampling
+from eagle3.engines.http.client import Client, ServerLostError
+from eagle3.engines.http.completion import body_of, read_message, read_raw
 
 ANSWER = orjson.dumps(
     {
@@ -78,7 +78,7 @@ def main(count: int) -> None:
     server.start()
     client = Client(f"http://127.0.0.1:{told.recv()}/v1", "key", timeout=60)
     messages = [{"role": "user", "content": "some words of a prompt " * 40}]
-    requests = [GenerationRequest(str(number), messages, seed=number) for number in range(count)]
+    requests = [GenerationRequest(id=str(number), messages=messages, seed=number) for number in range(count)]
     wall, cpu = time.perf_counter(), time.process_time()
     answers = list(client.stream(partial(work, client), requests, limit=128, recover=give_up))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

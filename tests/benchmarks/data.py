@@ -28,18 +28,20 @@ from typing import Any
 import numpy as np
 import orjson
 
-from eagle3 import dataset, prompts, responses, samples, vocabulary
-from eagle3.dataset import DatasetSettings
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.config.dataset import DatasetSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.config.prompts import PromptsSettings
+from eagle3.config.responses import ResponsesSettings
+from eagle3.config.samples import SamplesSettings
+from eagle3.config.target import TargetSettings
+from eagle3.config.vocabulary import VocabularySettings
+from eagle3.files.find import find_files
 from eagle3.files.hashing import hash_of
 from eagle3.files.records import Record, read_records, write_records
-from eagle3.prompts.settings import PromptsSettings
-from eagle3.prompts.sources import find_files
-from eagle3.responses import ResponsesSettings
-from eagle3.samples import SamplesSettings
-from eagle3.target import TargetSettings, load_target
-from eagle3.target.pin import make as pin
-from eagle3.vocabulary import VocabularySettings
+from eagle3.stages import dataset, prompts, responses, samples, vocabulary
+from eagle3.stages.target import make as pin
+from eagle3.target.pin import load_target
 
 MAX_LENGTH = 8192
 # Characters of the text for one token, with tokenizers of 50,000 to 150,000 tokens.

@@ -28,12 +28,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.hidden_states import codec
+from eagle3.hidden_states.capture_log import Log
 from eagle3.hidden_states.codec import Encoding
-from eagle3.hidden_states.entry import Entry, Recipe
-from eagle3.hidden_states.pipeline import Pipeline, Sample
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.hidden_states.scratch import Log
 from eagle3.hidden_states.shard import write_shard
+from eagle3.hidden_states.stored_sample import Entry, Recipe
+from eagle3.hidden_states.writer import Pipeline, Sample
 
 
 class Seconds(NamedTuple):
@@ -61,7 +61,7 @@ def real(target: Path, texts: list[Path], gigabytes: float, tokens: int = 1024) 
     """Return samples [n, L, H] of a target's own states."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from eagle3.target import load_target
+    from eagle3.target.pin import load_target
 
     pinned = load_target(target)
     tokenizer = AutoTokenizer.from_pretrained(pinned.path)

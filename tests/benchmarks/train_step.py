@@ -24,18 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from eagle3.draft import parallel
-from eagle3.draft.config import DraftConfig, LatentShape
-from eagle3.draft.flops import training_flops
-from eagle3.draft.model import Draft
-from eagle3.draft.objective import Objective, Teacher, projected_loss
-from eagle3.draft.optimizer import Optimizer
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.summary import Summariser
-from eagle3.draft.unroll import prepare, unroll
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.model.config import DraftConfig, LatentShape
+from eagle3.draft.model.network import Draft
+from eagle3.draft.training import parallel
+from eagle3.draft.training.flops import training_flops
+from eagle3.draft.training.optimizer import Optimizer
+from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
+from eagle3.draft.unroll.unroll import prepare, unroll
 from eagle3.hidden_states.reader import HiddenStateSample
-from eagle3.target import HeadWeights
+from eagle3.target.weights import HeadWeights
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096,

@@ -12,17 +12,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.draft.config import DraftConfig, LatentShape
-from eagle3.draft.model import Draft
-from eagle3.draft.rows import Row
-from eagle3.draft.summary import Summariser
-from eagle3.engines import Capture
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.hidden_states import HiddenStatesSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.draft.data.row import Row
+from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.model.config import DraftConfig, LatentShape
+from eagle3.draft.model.network import Draft
+from eagle3.engines.base import Capture
 from eagle3.files.records import read_json, write_json, write_records
-from eagle3.hidden_states import capture
 from eagle3.hidden_states.reader import HiddenStateSample
-from eagle3.hidden_states.settings import HiddenStatesSettings
-from eagle3.target import HeadWeights
+from eagle3.stages import hidden_states as capture
+from eagle3.target.weights import HeadWeights
 
 H, V, A = 32, 97, 3
 

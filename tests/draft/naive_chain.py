@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from eagle3.draft.model import Draft
+from eagle3.draft.model.network import Draft
 
 
 class NaiveChain:

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle3.draft.model import Draft
-from eagle3.draft.packing import context_length
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.run import Run
-from eagle3.draft.samples import Sample
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.summary import Summariser
-from eagle3.engines.settings import MachineSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.draft.data.loader import Sample
+from eagle3.draft.data.packing import context_length
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.model.network import Draft
+from eagle3.draft.training.run import Run
 from eagle3.hidden_states.reader import HiddenStateSample
-from eagle3.target import HeadWeights
+from eagle3.target.weights import HeadWeights
 
 
 class Steps:

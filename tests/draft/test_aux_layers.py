@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from eagle3 import export
-from eagle3.acceptance import AcceptanceSettings, simulated
-from eagle3.draft import train
-from eagle3.draft.model import load_draft
-from eagle3.draft.settings import DraftSettings
-from eagle3.engines import GenerationRequest, Sampling, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.export import ExportSettings
+from eagle3.config.acceptance import AcceptanceSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.export import ExportSettings
+from eagle3.config.hidden_states import HiddenStatesSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.draft.model.network import load_draft
+from eagle3.engines.base import GenerationRequest, Sampling, open_engine
 from eagle3.files.records import read_records, write_records
-from eagle3.hidden_states import capture
-from eagle3.hidden_states.settings import HiddenStatesSettings
-from eagle3.target import load_target
+from eagle3.stages import acceptance_simulated as simulated
+from eagle3.stages import draft as train
+from eagle3.stages import export
+from eagle3.stages import hidden_states as capture
+from eagle3.target.pin import load_target
 from tests.draft.conftest import Inputs
 
 ENGINE, MACHINE = EngineSettings(dtype="float32"), MachineSettings(device="cpu", threads=1)
@@ -64,7 +66,7 @@ def test_fewer_layers_from_the_capture_to_serving(layers: tuple[int, ...], input
 
     export.make(ExportSettings(), target=inputs.target, draft=draft / "model.safetensors", folder=output)
     requests = [
-        GenerationRequest(record["id"], [], seed=0, prompt_ids=record["input_ids"][: record["spans"][0][0]])
+        GenerationRequest(id=record["id"], messages=[], seed=0, prompt_ids=record["input_ids"][: record["spans"][0][0]])
         for record in records[:8]
     ]
     served = open_engine(ENGINE, MACHINE, load_target(inputs.target)).serve(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.draft.checkpoint import FOLDER, KEPT, Checkpoints
+from eagle3.draft.training.checkpoint import FOLDER, KEPT, Checkpoints
 
 
 def filled(folder: Path, steps: int) -> Checkpoints:

@@ -11,11 +11,11 @@ from transformers import Qwen2_5_VLTextConfig, Qwen3VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from eagle3.draft.config import DraftConfig, draft_config
-from eagle3.draft.rope import rotary
-from eagle3.draft.settings import DraftSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.model.config import DraftConfig, draft_config
+from eagle3.draft.ops.rope import rotary
 from eagle3.errors import Eagle3Error
-from eagle3.target import Target
+from eagle3.target.pin import Target
 
 SHAPE = {
     "hidden_size": 64,

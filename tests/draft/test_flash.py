@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3.draft.flash import takes
+from eagle3.draft.ops.flash import takes
 
 
 @pytest.mark.parametrize(

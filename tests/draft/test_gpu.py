@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from eagle3.draft import objective as objectives
-from eagle3.draft import optimizer
-from eagle3.draft.config import DraftConfig, LatentShape
-from eagle3.draft.float8 import Scaled, product, quantise
-from eagle3.draft.model import Draft
-from eagle3.draft.objective import Objective, Teacher, projected_loss
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.summary import Summariser
-from eagle3.draft.unroll import prepare, unroll
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.model.config import DraftConfig, LatentShape
+from eagle3.draft.model.network import Draft
+from eagle3.draft.ops.float8 import Scaled, product, quantise
+from eagle3.draft.training import optimizer
+from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
+from eagle3.draft.unroll.unroll import prepare, unroll
 from eagle3.hidden_states.reader import HiddenStateSample
-from eagle3.target import HeadWeights
+from eagle3.target.weights import HeadWeights
 from tests.draft.steps import Steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -213,7 +213,7 @@ def test_a_step_never_waits_for_the_gpu(shape: str, settings: dict[str, Any], tm
 
 def compiled_kernels() -> dict[str, int]:
     """How many variants of every Triton kernel of ours are compiled."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("eagle3.draft.kernels.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("eagle3.draft.ops.kernels.")]
     kernels = {k.__name__: k for module in modules for k in vars(module).values() if hasattr(k, "device_caches")}
     return {name: sum(len(c[0]) for c in kernel.device_caches.values()) for name, kernel in kernels.items()}
 

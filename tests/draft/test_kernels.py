@@ -14,7 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.draft import attention, float8, objective, optimizer, rope, unroll, weights
+from eagle3.draft.ops import float8, rope
+from eagle3.draft.ops import layer as weights
+from eagle3.draft.training import optimizer
+from eagle3.draft.unroll import attention, objective, unroll
 
 pytest.importorskip("triton")
 INTERPRETER = "TRITON_INTERPRET"
@@ -31,7 +34,7 @@ def test_in_a_process_of_the_interpreter() -> None:
 
 @pytest.fixture
 def kernels() -> Any:
-    return importlib.import_module("eagle3.draft.kernels")
+    return importlib.import_module("eagle3.draft.ops.kernels")
 
 
 def randn(*shape: int) -> Tensor:

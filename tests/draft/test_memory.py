@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eagle3.draft import attention
-from eagle3.draft import objective as objectives
-from eagle3.draft.objective import Objective, Teacher, projected_loss
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.summary import Summariser
-from eagle3.draft.unroll import prepare, unroll
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.unroll import attention
+from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
+from eagle3.draft.unroll.unroll import prepare, unroll
 from tests.draft.conftest import random_draft, random_head, random_states, tiny_config
 
 # Vocabularies wider than anything else, a row longer than wide.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle3.draft.metrics import Tally
-from eagle3.draft.objective import Outcome
-from eagle3.draft.rows import Row, build_row
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.training.metrics import Tally
+from eagle3.draft.unroll.objective import Outcome
 from tests.draft.conftest import random_states
 
 UNROLL = 6

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.draft import unroll as unroll_module
-from eagle3.draft.config import DraftConfig
-from eagle3.draft.objective import Objective, Teacher, projected_loss
-from eagle3.draft.optimizer import Optimizer
-from eagle3.draft.rows import build_row
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.unroll import prepare, unroll
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data.row import build_row
+from eagle3.draft.model.config import DraftConfig
+from eagle3.draft.training.optimizer import Optimizer
+from eagle3.draft.unroll import unroll as unroll_module
+from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
+from eagle3.draft.unroll.unroll import prepare, unroll
 from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
 from tests.draft.naive_chain import NaiveChain
 

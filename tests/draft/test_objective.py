@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.draft import objective as objectives
-from eagle3.draft.objective import Objective, Teacher, projected_loss
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.unroll import prepare, unroll
-from eagle3.draft.weights import Weight
-from eagle3.target import HeadWeights
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.ops.layer import Weight
+from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
+from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.target.weights import HeadWeights
 from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
 
 UNROLL = 4

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.draft.packing import context_length, pack, sample_lifetimes, step_counts, supervised_roots
+from eagle3.draft.data.packing import context_length, pack, sample_lifetimes, step_counts, supervised_roots
 
 
 @st.composite

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.draft.packing import supervised_roots
-from eagle3.draft.rows import Row, build_row
+from eagle3.draft.data.packing import supervised_roots
+from eagle3.draft.data.row import Row, build_row
 from eagle3.hidden_states.reader import HiddenStateSample
 
 Spans = list[tuple[int, int]]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3.draft.config import DraftConfig
-from eagle3.draft.model import Draft
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.start import start, take_over
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.model.config import DraftConfig
+from eagle3.draft.model.first_weights import start, take_over
+from eagle3.draft.model.network import Draft
 from eagle3.errors import Eagle3Error
-from eagle3.export import plain_config, speculators_config
-from eagle3.target import Target
+from eagle3.export.formats import plain_config, speculators_config
+from eagle3.target.pin import Target
 from tests.draft.conftest import H, V, random_draft, random_head, tiny_config
 from tests.drafts import exported, new_draft, save_draft
 from tests.engines import targets

@@ -10,9 +10,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.draft import objective as objectives
-from eagle3.draft import optimizer, summary
-from eagle3.draft.settings import DraftSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.draft.data import teacher as summary
+from eagle3.draft.training import optimizer
+from eagle3.draft.unroll import objective as objectives
 from tests.draft.conftest import random_draft, random_head, tiny_config
 from tests.draft.steps import Steps
 

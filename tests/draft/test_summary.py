@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3.draft.rows import Summary
-from eagle3.draft.summary import Summaries, Summariser, kept
+from eagle3.draft.data.row import Summary
+from eagle3.draft.data.teacher import Summaries, Summariser, kept
 from tests.draft.conftest import H, V, random_head
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from eagle3.draft import run, train
-from eagle3.draft.settings import DraftSettings
-from eagle3.draft.trackers import scalars
-from eagle3.engines.settings import MachineSettings
+from eagle3.config.draft import DraftSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.draft.training import run
+from eagle3.draft.training.trackers import scalars
 from eagle3.errors import Eagle3Error
+from eagle3.stages import draft as train
 from tests.draft.conftest import Inputs
 
 SETTINGS = DraftSettings(unroll=2, epochs=2, batch_tokens=128, log_every=2, evaluate_every=5)

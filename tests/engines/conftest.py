@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from eagle3.target import Target
+from eagle3.target.pin import Target
 from tests.engines import targets
 
 # Looked for without importing it: that takes seconds, and every test run would pay.

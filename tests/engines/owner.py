@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from eagle3.engines.server import Server, free_port
+from eagle3.engines.http.server import Server, free_port
 from tests.engines import slow_server
 
 

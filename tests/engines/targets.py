@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from eagle3.files.records import write_json
-from eagle3.target import Target
+from eagle3.target.pin import Target
 
 # Kimi's names, so that vLLM's own parsers for Kimi read what these targets write.
 SPECIAL = (

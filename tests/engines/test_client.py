@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from eagle3.engines.client import Client, RequestFailedError, ServerLostError
+from eagle3.engines.http.client import Client, RequestFailedError, ServerLostError
 from eagle3.errors import Eagle3Error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eagle3.engines.server import Server, free_port, healthy, scratch_folder
+from eagle3.engines.http.server import Server, free_port, healthy, scratch_folder
 from eagle3.errors import Eagle3Error
 from tests.engines import slow_server
 from tests.engines.conftest import Family
@@ -69,7 +69,7 @@ def test_nothing_is_left_however_the_job_ends(
 def test_a_killed_supervisor_takes_the_server_along(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
         assert running.alive
-        (child,) = family.named("eagle3.engines.supervisor")
+        (child,) = family.named("eagle3.engines.http.supervisor")
         (front,) = child.children()
         child.kill()
         psutil.wait_procs([front], timeout=30)
@@ -95,7 +95,7 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, family: Family) -
 
 def test_a_server_that_ends_in_mid_run_is_noticed(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
-        (child,) = family.named("eagle3.engines.supervisor")
+        (child,) = family.named("eagle3.engines.http.supervisor")
         child.children()[0].kill()
         wait_for(lambda: not running.alive)
         assert not healthy(running.url)

@@ -12,16 +12,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Kimi_K25Config
 
-from eagle3.acceptance.reference_draft import ReferenceDraft, load_reference_draft
-from eagle3.artifacts.manifest import sha256
-from eagle3.chat import load_chat
-from eagle3.engines import GenerationRequest, Sampling, open_engine
-from eagle3.engines.decoding import choose, decode
-from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.engines.transformers import TransformersEngine, load_model
+from eagle3.chat.template import load_chat
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.config.target import TargetSettings
+from eagle3.engines.base import GenerationRequest, Sampling, open_engine
+from eagle3.engines.transformers.decoding import choose, decode
+from eagle3.engines.transformers.engine import TransformersEngine, load_model
 from eagle3.errors import Eagle3Error
+from eagle3.export.reference_draft import ReferenceDraft, load_reference_draft
+from eagle3.files.hashing import sha256
 from eagle3.files.records import read_json, write_json
-from eagle3.target import Target, TargetSettings, head_weights, load_target, pin
+from eagle3.target import model_folder as pin
+from eagle3.target.pin import Target, load_target
+from eagle3.target.weights import head_weights
 from tests.drafts import exported, new_draft, perfect_draft
 from tests.engines import targets
 
@@ -308,7 +312,7 @@ def test_sampled_answers_are_distributed_as_without_a_draft(scripted: Target, tm
     plain = exported(perfect_draft(scripted), scripted, tmp_path)
     prompt = load_chat(scripted).render([{"role": "user", "content": "some apples"}])
     count, temperature = 800, 4.0
-    asked = [GenerationRequest(f"{seed}", [], seed, prompt_ids=prompt) for seed in range(count)]
+    asked = [GenerationRequest(id=f"{seed}", messages=[], seed=seed, prompt_ids=prompt) for seed in range(count)]
     served = engine(scripted, batch_size=400).serve(asked, Sampling(3, temperature), plain, 2)
     asked = [request for request in asked if served.drafts[request.id]]
     first, second = zip(*(served.token_ids[request.id][:2] for request in asked), strict=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.config import load
-from eagle3.engines.tuning import Level, _has_levelled_off, recommend, tune, write
+from eagle3.cli.tuning import tune, write
+from eagle3.config.configuration import load
+from eagle3.engines.tuning import Level, _has_levelled_off, recommend
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import write_records
 

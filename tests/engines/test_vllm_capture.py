@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3.engines import Capture, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.engines.vllm import VllmEngine
-from eagle3.target import Target
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import Capture, open_engine
+from eagle3.engines.vllm.engine import VllmEngine
+from eagle3.target.pin import Target
 from tests.engines.conftest import REAL_VLLM
 
 pytestmark = REAL_VLLM

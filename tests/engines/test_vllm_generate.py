@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from eagle3.engines import Generation, GenerationRequest, Sampling, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import Generation, GenerationRequest, Sampling, open_engine
 from eagle3.engines.tuning import tune_concurrency
-from eagle3.engines.vllm import VllmEngine
+from eagle3.engines.vllm.engine import VllmEngine
 from eagle3.errors import Eagle3Error
-from eagle3.target import Target
+from eagle3.target.pin import Target
 from tests.engines import targets
 from tests.engines.conftest import REAL_VLLM
 
@@ -46,7 +47,7 @@ def endpoint(engine: VllmEngine) -> Iterator[MachineSettings]:
 
 def ask(id: str, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any) -> GenerationRequest:
     messages = [{"role": "user", "content": f"How many baskets? {id}"}]
-    return GenerationRequest(id, messages, seed=7, tools=tools, template_kwargs=template_kwargs)
+    return GenerationRequest(id=id, messages=messages, seed=7, tools=tools, template_kwargs=template_kwargs)
 
 
 # What the scripted target writes, and the message that it is.
@@ -102,7 +103,7 @@ def test_a_later_turn_is_given_its_history(engine: VllmEngine) -> None:
     """The template blanks old reasoning, so it is not in the prompt; the old answer is."""
     (first,) = engine.generate([ask("thinking")], GREEDY)
     messages = [*CASES["thinking"][0].messages, first.message, {"role": "user", "content": "And now?"}]
-    (second,) = engine.generate([GenerationRequest("second", messages, seed=1)], GREEDY)
+    (second,) = engine.generate([GenerationRequest(id="second", messages=messages, seed=1)], GREEDY)
     prompt = targets.make_tokenizer().decode(second.prompt_ids)
     assert f"<think></think>{targets.CONTENT}<|im_end|>" in prompt
     assert second.raw["rebuilt"] == "equal"
@@ -116,7 +117,7 @@ def test_raw_answers_are_the_same_every_time(engine: VllmEngine) -> None:
 
 
 def test_a_refused_request_is_recorded_and_the_others_are_answered(engine: VllmEngine) -> None:
-    long = GenerationRequest("long", [{"role": "user", "content": "x" * 4000}], seed=0)
+    long = GenerationRequest(id="long", messages=[{"role": "user", "content": "x" * 4000}], seed=0)
     answers = {answer.id: answer for answer in engine.generate([long, ask("thinking")], GREEDY)}
     assert answers["long"].error is not None
     assert answers["long"].error.startswith("refused: ")

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.engines import GenerationRequest, Sampling, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import GenerationRequest, Sampling, open_engine
 from eagle3.errors import Eagle3Error
-from eagle3.target import Target
+from eagle3.target.pin import Target
 from tests.engines.conftest import REAL_VLLM, Family
 
 pytestmark = REAL_VLLM
@@ -25,8 +26,8 @@ MACHINE = MachineSettings(
 JOB = """
 import sys
 from pathlib import Path
-from eagle3.engines import GenerationRequest, Sampling, open_engine
-from eagle3.target import Target
+from eagle3.engines.base import GenerationRequest, Sampling, open_engine
+from eagle3.target.pin import Target
 from tests.engines.test_vllm_lifecycle import MACHINE, SETTINGS, ask
 
 target = Target(Path(sys.argv[1]), "test", {"eagle3_eos_token_ids": [0], "dtype": "float32"}, False)
@@ -41,7 +42,7 @@ with open_engine(SETTINGS, MACHINE, target, Path(sys.argv[2])) as engine:
 
 
 def ask(number: int) -> GenerationRequest:
-    return GenerationRequest(f"r{number}", [{"role": "user", "content": f"apples {number}"}], seed=number)
+    return GenerationRequest(id=f"r{number}", messages=[{"role": "user", "content": f"apples {number}"}], seed=number)
 
 
 def shared_memory() -> set[str]:

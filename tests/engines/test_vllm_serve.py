@@ -14,14 +14,17 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from eagle3.draft.model import Draft
-from eagle3.draft.rows import Row, build_row
-from eagle3.draft.unroll import prepare, unroll
-from eagle3.engines import GenerationRequest, Sampling, Served, counters, open_engine
-from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.engines.vllm import VllmEngine
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.draft.data.row import Row, build_row
+from eagle3.draft.model.network import Draft
+from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.engines.base import GenerationRequest, Sampling, Served, open_engine
+from eagle3.engines.vllm import counters
+from eagle3.engines.vllm.engine import VllmEngine
 from eagle3.hidden_states.reader import HiddenStateSample
-from eagle3.target import Target, head_weights
+from eagle3.target.pin import Target
+from eagle3.target.weights import head_weights
 from tests.drafts import exported, new_draft
 from tests.engines.conftest import REAL_VLLM
 
@@ -32,10 +35,10 @@ CACHE = ("--kv-cache-memory-bytes", "200M")
 MACHINE = MachineSettings(threads=1, concurrency=4, engine_arguments=CACHE)
 OVERHEARD = MACHINE.model_copy(update={"engine_arguments": (*CACHE, "--worker-cls", "tests.engines.recorder.Recorder")})
 REQUESTS = [
-    *(GenerationRequest(f"r{i}", [{"role": "user", "content": f"apples {i}"}], seed=i) for i in range(6)),
-    *(GenerationRequest(f"p{i}", [], seed=i, prompt_ids=[20 + i, 40, 60]) for i in range(4)),
+    *(GenerationRequest(id=f"r{i}", messages=[{"role": "user", "content": f"apples {i}"}], seed=i) for i in range(6)),
+    *(GenerationRequest(id=f"p{i}", messages=[], seed=i, prompt_ids=[20 + i, 40, 60]) for i in range(4)),
     # More than a block of the cache.
-    GenerationRequest("long", [], seed=0, prompt_ids=[20 + i * i % 300 for i in range(150)]),
+    GenerationRequest(id="long", messages=[], seed=0, prompt_ids=[20 + i * i % 300 for i in range(150)]),
 ]
 GREEDY = Sampling(max_tokens=32)
 DRAFTS = 3

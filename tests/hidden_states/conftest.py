@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3.engines import Capture, Engine, Generation, GenerationRequest, Sampling, Served
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.hidden_states import HiddenStatesSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import Capture, Engine, Generation, GenerationRequest, Sampling, Served
 from eagle3.files.records import Record, write_records
-from eagle3.hidden_states import capture
-from eagle3.hidden_states.settings import HiddenStatesSettings
+from eagle3.stages import hidden_states as capture
 
 LAYERS, H, V = 8, 48, 211
 Alter = Callable[[Capture, int], Capture | None]

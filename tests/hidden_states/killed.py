@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from eagle3.engines import Capture
-from eagle3.engines.settings import EngineSettings, MachineSettings
-from eagle3.hidden_states import capture
-from eagle3.hidden_states.settings import HiddenStatesSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.hidden_states import HiddenStatesSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.engines.base import Capture
+from eagle3.stages import hidden_states as capture
 from tests.hidden_states.conftest import TinyEngine
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.errors import Eagle3Error
-from eagle3.hidden_states.scratch import Log, read_recipe, scan
+from eagle3.hidden_states.capture_log import Log, read_recipe, scan
 from eagle3.hidden_states.shard import Shard
 from tests.hidden_states.conftest import Make, TinyEngine, contents
 

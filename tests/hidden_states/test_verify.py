@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from eagle3.engines import Capture
+from eagle3.engines.base import Capture
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_records, write_records
 from eagle3.hidden_states.verify import Report, verify
-from eagle3.target import Target, head_weights, load_target
+from eagle3.target.pin import Target, load_target
+from eagle3.target.weights import head_weights
 from tests.hidden_states.conftest import Make, TinyEngine
-from tests.hidden_states.test_capture import normed
 from tests.hidden_states.test_resume import interrupted
+from tests.stages.test_hidden_states import normed
 
 anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 

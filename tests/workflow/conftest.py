@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eagle3.artifacts.stages import STAGES
+from eagle3.artifacts.registry import STAGES
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("river", "hill", "garden", "bridge", "market", "island", "forest", "harbour")
@@ -76,7 +76,7 @@ class Project:
 
     def eagle3(self, *arguments: str) -> Run:
         done = subprocess.run(
-            [sys.executable, "-c", "from eagle3.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from eagle3.cli.main import main; main()", *arguments],
             cwd=self.path,
             env=self.environment(),
             stdout=subprocess.PIPE,

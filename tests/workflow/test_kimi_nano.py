@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle3.acceptance import AcceptanceSettings, served
-from eagle3.chat import Chat, load_chat
-from eagle3.engines.settings import EngineSettings, MachineSettings
+from eagle3.chat.template import Chat, load_chat
+from eagle3.config.acceptance import AcceptanceSettings
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
 from eagle3.files.records import Record, read_json, read_records
-from eagle3.target import load_target
+from eagle3.stages import acceptance_served as served
+from eagle3.target.pin import load_target
 from tests.engines.conftest import REAL_VLLM
 from tests.workflow.conftest import ROOT, Project
 

@@ -5,7 +5,7 @@ rule prompts:
     """
     input:
         sources=FLOW.prompt_sources(),
-        written=WRITTEN[:1],
+        synthetic=SYNTHETIC[:1],
     output:
         parts=expand("<results>/prompts/part-{part}.jsonl.zst", part=PARTS),
         rejects="<results>/prompts/rejects.jsonl.zst",
@@ -20,5 +20,5 @@ rule prompts:
         recipe=FLOW.recipe("prompts"),
     shell:
         "eagle3 --recipe {params.recipe:q} --log {log:q} prompts --output {output.manifest:q}"
-        + (" --written {input.written:q}" if WRITTEN else "")
+        + (" --synthetic {input.synthetic:q}" if SYNTHETIC else "")
         + " {input.sources:q}"

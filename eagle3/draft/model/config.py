@@ -1,0 +1,168 @@
+"""What a draft is: `draft.json`, from which the network, its export and its measurement are built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from eagle3.config.draft import DraftSettings
+from eagle3.errors import Eagle3Error
+from eagle3.target.pin import Target
+
+NAME = "draft.json"
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# SGLang's yarn for Llama-type layers knows neither key, vLLM's and transformers' do: without them all three agree.
+_MLA_ROPE_KEYS = frozenset({"mscale", "mscale_all_dim"})
+
+
+class LatentShape(BaseModel):
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class DraftConfig(BaseModel):
+    """Everything that the draft's forward pass depends on besides its weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    attention: Literal["gqa", "mla"]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    latent: LatentShape | None = None
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    """As in the target's config: `rope_type`, `rope_theta` and what the type needs."""
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    """Layers whose input is read, ascending (vLLM's convention)."""
+    fc_norm: bool
+    norm_output: bool
+    norm_before_residual: bool
+
+
+def draft_config(
+    settings: DraftSettings, target: Target, draft_vocab_size: int, aux_layer_ids: tuple[int, ...]
+) -> DraftConfig:
+    """Derive the draft's config from the target's: eps, rope and lengths are never set by hand.
+
+    Raises:
+        Eagle3Error: the target has no such attention, or a rope type that drafts do not have.
+    """
+    config = target.config
+    heads = settings.num_attention_heads or int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or target.hidden_size // int(config["num_attention_heads"]))
+    if settings.attention == "gqa" and "kv_lora_rank" in config:
+        # Such targets use the field for one part of their heads.
+        head_dim = target.hidden_size // heads
+    latent = _latent_shape(target) if settings.attention == "mla" else None
+    return DraftConfig(
+        attention=settings.attention,
+        hidden_size=target.hidden_size,
+        intermediate_size=settings.intermediate_size or int(config["intermediate_size"]),
+        num_attention_heads=heads,
+        # Latent attention has as many of the one kind as of the other.
+        num_key_value_heads=heads
+        if latent
+        else settings.num_key_value_heads or int(config.get("num_key_value_heads") or heads),
+        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else head_dim,
+        latent=latent,
+        rms_norm_eps=float(config["rms_norm_eps"]),
+        max_position_embeddings=int(config["max_position_embeddings"]),
+        rope_parameters=_rope_parameters(target, settings.attention),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layer_ids=aux_layer_ids,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+        norm_before_residual=settings.norm_before_residual,
+    )
+
+
+def read_draft_config(folder: Path) -> DraftConfig:
+    """Read `draft.json`.
+
+    Raises:
+        Eagle3Error: it is missing or not valid.
+    """
+    path = folder / NAME
+    try:
+        return DraftConfig.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise Eagle3Error("a draft has no draft.json", where=path, remedy="run the stage `draft`") from None
+    except ValidationError as error:
+        raise Eagle3Error(
+            "a draft's config is damaged",
+            where=path,
+            found=error,
+            remedy="delete it and run snakemake again",
+        ) from None
+
+
+def _latent_shape(target: Target) -> LatentShape:
+    missing = [key for key in LatentShape.model_fields if not target.config.get(key)]
+    if missing:
+        raise Eagle3Error(
+            "an MLA draft needs a target with multi-head latent attention",
+            where=f"{target.path / 'config.json'}, keys {', '.join(missing)}",
+            remedy="set draft.attention to gqa",
+        )
+    return LatentShape(**{key: int(target.config[key]) for key in LatentShape.model_fields})
+
+
+def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters of a config.json in transformers' current form, whichever form they have there."""
+    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    values.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    values["rope_type"] = values.pop("type", None) or values.get("rope_type") or "default"
+    # Multimodal rope gives sections of a head their own positions; in text these are equal, and it is ordinary rope.
+    for key in ("mrope_section", "mrope_interleaved"):
+        values.pop(key, None)
+    if values["rope_type"] == "mrope":
+        values["rope_type"] = "default"
+    return values
+
+
+def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
+    """Return the target's rope parameters, as far as a draft's heads follow them."""
+    values = rope_values(target.config)
+    # A draft's heads are rotated whole, whatever part of its own heads the target rotates.
+    values.pop("partial_rotary_factor", None)
+    if values["rope_type"] not in ROPE_TYPES:
+        raise Eagle3Error(
+            "the target's rope type is not supported in drafts",
+            where=target.path / "config.json",
+            found=values["rope_type"],
+            expected=f"one of {', '.join(ROPE_TYPES)}",
+        )
+    if nested := {key: value for key, value in values.items() if isinstance(value, list | dict)}:
+        raise Eagle3Error(
+            "the target's rope is not the same for all layers and dimensions, which drafts do not have",
+            where=f"{target.path / 'config.json'}, rope parameters",
+            found=nested,
+            expected="single values",
+        )
+    if attention == "gqa":
+        values = {key: value for key, value in values.items() if key not in _MLA_ROPE_KEYS}
+    return values
+
+
+WEIGHTS = "model.safetensors"
+
+
+HEAD = "lm_head.weight"

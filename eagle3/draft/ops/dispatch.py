@@ -1,0 +1,85 @@
+"""Element-wise work on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def pass_dtype(device: torch.device) -> torch.dtype:
+    """Return what a pass of the draft computes in: bfloat16 where there are kernels for it, else float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def kernel_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Replace `function` by the kernel of that name (but for a leading underscore) where its tensors are on a GPU.
+
+    On CPU it runs as written: the same operations in the same order on every machine.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        if not first.is_cuda:
+            return function(*args, **kwargs)
+        # Triton is there only where torch was built for GPUs.
+        from eagle3.draft.ops import kernels
+
+        fast: Callable[P, R] = getattr(kernels, function.__name__.removeprefix("_"))
+        return fast(*args, **kwargs)
+
+    return call
+
+
+def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
+    """Fuse `function` with torch.compile where its tensors are on a GPU; the second length seen makes lengths
+    dynamic, so rows do not recompile.
+
+    On CPU it runs as written.
+    """
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        fast: Callable[P, R] = compiled() if first.is_cuda else function
+        return fast(*args, **kwargs)
+
+    return call
+
+
+class Replayed:
+    """Calls a function on a GPU as one CUDA graph: many small kernels at the price of launching one.
+
+    The function takes tensors that may be others at every call, returns nothing, and otherwise works in place on
+    tensors that stay where they are, without asking the GPU for anything. Elsewhere it is simply called.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+        self.inputs: list[Tensor] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Run once as written, which lets libraries set themselves up; then record, and from then on replay."""
+        if not inputs[0].is_cuda:
+            self.function(*inputs)
+        elif not self.inputs:
+            self.inputs = [tensor.clone() for tensor in inputs]
+            self.function(*inputs)
+        else:
+            for kept, tensor in zip(self.inputs, inputs, strict=True):
+                kept.copy_(tensor)
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                # Other threads pin memory meanwhile, which a capture of the whole process would not survive.
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.function(*self.inputs)
+            self.graph.replay()

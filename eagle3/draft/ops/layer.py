@@ -1,0 +1,188 @@
+"""Weights of one pass, and the operations on them together with their gradients.
+
+A pass computes in bfloat16 on a GPU, or some of its products in float8. Gradients are added up in float32, product by
+product, straight into the parameters' `.grad`: no gradient of a weight exists in bfloat16, and none is copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eagle3.draft.ops.dispatch import kernel_on_gpu
+from eagle3.draft.ops.float8 import Float8, product
+
+
+class Weight(NamedTuple):
+    """One parameter, or the rows of several, in compute dtype."""
+
+    value: Tensor
+    """[out, in], or [H] of a norm"""
+    gradients: tuple[Tensor, ...]
+    """where the gradients of its rows are added up; empty without grad mode"""
+    float8: Float8 | None = None
+    """what the products with x and its gradient read in place of `value`"""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, *parameters: Tensor) -> Weight:
+        """Cast and merge parameters, once per pass."""
+        value = torch.empty(
+            sum(map(len, parameters)), *parameters[0].shape[1:], dtype=dtype, device=parameters[0].device
+        )
+        with torch.no_grad():
+            for parameter, rows in zip(parameters, value.split([len(p) for p in parameters]), strict=True):
+                rows.copy_(parameter)
+        gradients = _joined([_gradient(parameter) for parameter in parameters]) if torch.is_grad_enabled() else ()
+        return cls(value, gradients)
+
+    def halves(self) -> tuple[Weight, Weight]:
+        """Split [out, 2H] into the weights of two inputs that are concatenated."""
+        values, gradients = self.value.chunk(2, 1), [gradient.chunk(2, 1) for gradient in self.gradients]
+        first, second = (Weight(value, tuple(g[i] for g in gradients)) for i, value in enumerate(values))
+        return first, second
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """The weight of some of the outputs."""
+        edges = itertools.accumulate((len(gradient) for gradient in self.gradients), initial=0)
+        parts = [g[max(start - edge, 0) : max(stop - edge, 0)] for g, edge in zip(self.gradients, edges, strict=False)]
+        return Weight(self.value[start:stop], tuple(part for part in parts if len(part)))
+
+    def in_float8(self) -> Weight:
+        """Let the products with x and its gradient run in float8, if the shape allows."""
+        return self._replace(float8=Float8.of(self.value))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor for gradients that follow each other in memory, as the optimizer lays them: one product fills it."""
+    for one, other in itertools.pairwise(gradients):
+        shared = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        whole = one.is_contiguous() and other.is_contiguous()
+        if not (shared and whole) or one.storage_offset() + one.numel() != other.storage_offset():
+            return tuple(gradients)
+    first = gradients[0]
+    return (first.as_strided((sum(map(len, gradients)), *first.shape[1:]), first.stride()),)
+
+
+def linear(x: Tensor, weight: Weight, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """[n, in] -> [n, out], plus a tensor of that shape; into `out`, if given."""
+    if weight.float8 is not None:
+        found = product(x, weight.float8.rows)
+        if plus is not None:
+            found.add_(plus)
+        return found if out is None else out.copy_(found)
+    if plus is None:
+        return torch.mm(x, weight.value.mT, out=out)
+    return torch.addmm(plus, x, weight.value.mT, out=out)
+
+
+def add_linear(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
+    """Add [n, in] -> [n, out] to a tensor of that shape, in place."""
+    if weight.float8 is not None:
+        return total.add_(product(x, weight.float8.rows))
+    return total.addmm_(x, weight.value.mT)
+
+
+def linear_backward(d_out: Tensor, x: Tensor, weight: Weight) -> Tensor:
+    """Add up the weight's gradient; return that of x."""
+    weight_backward(d_out, x, weight)
+    return input_backward(d_out, weight)
+
+
+def input_backward(d_out: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    """Gradient of the output [n, out] -> of x [n, in], into `out`, if given."""
+    if weight.float8 is None:
+        return torch.mm(d_out, weight.value, out=out)
+    d_x = product(d_out, weight.float8.columns)
+    return d_x if out is None else out.copy_(d_x)
+
+
+def weight_backward(d_out: Tensor, x: Tensor, weight: Weight) -> None:
+    """Add up the weight's gradient."""
+    for total, part in zip(weight.gradients, d_out.split([len(g) for g in weight.gradients], 1), strict=True):
+        add_product(total, part.mT, x)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is float32 whatever a and b are."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, statistics in float32."""
+    return functional.rms_norm(x, weight.value.shape, weight.value, eps)
+
+
+def norm_backward(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Weight,
+    eps: float,
+    plus: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape; into `out`, if given, which
+    may be `d_out`.
+    """
+    room = x.new_empty(x.shape) if out is None else out
+    return _norm_backward(d_out, x, weight.value, eps, plus, weight.gradients[0], room)
+
+
+@kernel_on_gpu
+def _norm_backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor, out: Tensor
+) -> Tensor:
+    d, wide = d_out.float(), x.float()
+    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed = wide * inverse
+    d_normed = d * weight
+    d_x = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)) * inverse
+    total.add_((d * normed).sum(0))
+    return out.copy_(d_x if plus is None else d_x.add_(plus))
+
+
+@kernel_on_gpu
+def add_rows(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """Add x [n, H] to some rows of `total`, none of them twice."""
+    total.index_add_(0, rows, x)
+
+
+@kernel_on_gpu
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[n, 2I] -> silu(gate) * up [n, I]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@kernel_on_gpu
+def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> None:
+    """Overwrite the gradient [n, I] by the output, which is cheaper to compute again than to keep, and gate_up by its
+    gradient.
+    """
+    gate, up = gate_up.float().chunk(2, -1)
+    d, sigmoid = d_out.float(), gate.sigmoid()
+    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    out, d_gate_up = gate * sigmoid * up, torch.cat([d_gate, d * gate * sigmoid], -1)
+    d_out.copy_(out)
+    gate_up.copy_(d_gate_up)
+
+
+def project(states: Tensor, norm: Tensor, lm_head: Tensor, eps: float) -> Tensor:
+    """Last-layer states [B, H] -> the target's logits [B, rows of lm_head], float32."""
+    normed = functional.rms_norm(states.to(norm.dtype), norm.shape, norm, eps)
+    if normed.is_cuda and normed.dtype != torch.float32:
+        return torch.mm(normed, lm_head.mT, out_dtype=torch.float32)
+    return functional.linear(normed, lm_head)

@@ -1,0 +1,84 @@
+"""Decoding a batch with a draft: it proposes, the target verifies, and greedy output stays what it was.
+
+B rows · k drafts a step · A tapped layers · H hidden size · p position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3.engines.base import Sampling
+from eagle3.engines.transformers.batch import Rows, at, padded, tapped
+from eagle3.engines.transformers.decoding import Answer, choose, unfinished
+from eagle3.export.reference_draft import ReferenceDraft, load_reference_draft
+
+
+def load_draft(folder: Path, model: Any) -> ReferenceDraft:
+    """Load an exported draft for a target, whose embedding it shares."""
+    return load_reference_draft(folder, model.get_input_embeddings().weight.detach())
+
+
+@torch.inference_mode()
+def speculate(
+    model: Any,
+    draft: ReferenceDraft,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop_ids: Collection[int],
+    k: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+) -> list[Answer]:
+    """Continue every prompt; the draft proposes k tokens a step, and the target keeps what it agrees with.
+
+    The target chooses a token at every place, and a proposal is kept if it is that token: of a distribution p the
+    proposal d is kept with probability p(d), and what stands in its place otherwise is drawn from the rest of p. So
+    answers are distributed as without a draft.
+
+    After each step the draft's keys of the kept positions are computed again from the target's own states, as
+    engines do: its cache slot is the position, so they replace those of the proposals.
+    """
+    answers = [Answer(limit, accepted=[0] * k) for limit in limits]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    live = list(range(len(prompts)))
+    rows = Rows(model)
+    chain = draft.chain()
+    with tapped(model, draft.layer_ids) as states:
+        pending = choose(rows.prefill(prompts), sampling, generators)
+        for row, token in zip(live, pending.tolist(), strict=True):
+            answers[row].take([token], stop_ids)
+        last = rows.lengths - 1
+        # The draft at position p reads token p+1.
+        following = padded(prompts).to(pending.device).roll(-1, dims=1)
+        following = following.scatter(1, last[:, None], pending[:, None])
+        chain.commit(following, torch.cat(states, -1), torch.zeros_like(last), last)
+        while True:
+            if (kept := unfinished(answers, live, pending.device)) is not None:
+                if not len(kept):
+                    return answers
+                live, pending = [live[index] for index in kept.tolist()], pending[kept]
+                rows.select(kept)
+                chain.select(kept)
+            proposed = chain.propose(k)
+            logits = rows.extend(torch.cat([pending[:, None], proposed], 1))
+            own = [generators[row] for row in live]
+            verified = torch.stack([choose(logits[:, place], sampling, own) for place in range(k + 1)], 1)
+            agreed = (verified[:, :k] == proposed).long().cumprod(1).sum(1)
+            chain.commit(verified, torch.cat(states, -1), rows.lengths, agreed)
+            rows.accept(agreed + 1)
+            pending = at(verified, agreed)
+            for row, token_ids, count in zip(live, verified.tolist(), agreed.tolist(), strict=True):
+                if not answers[row].finished:
+                    taken = answers[row].take(token_ids[: count + 1], stop_ids)
+                    _record(answers[row], taken, count, ended=answers[row].token_ids[-1] in stop_ids)
+
+
+def _record(answer: Answer, taken: int, agreed: int, *, ended: bool) -> None:
+    """Count a step: what the target agrees with behind an end token is no gain; the limit is our own doing."""
+    answer.steps += 1
+    for position in range(min(taken, agreed) if ended else agreed):
+        answer.accepted[position] += 1

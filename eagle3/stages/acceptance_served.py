@@ -1,0 +1,178 @@
+"""Served acceptance: held-out prompts answered by the configured engine, with and without the draft, in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.acceptance.figures import Drafted, choose, summarise
+from eagle3.config.acceptance import AcceptanceSettings
+from eagle3.console import progress, say
+from eagle3.engines.base import Engine, GenerationRequest, Sampling, Served, open_engine
+from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import hash_of
+from eagle3.files.records import Record, read_records, write_json
+from eagle3.target.pin import load_target
+
+if TYPE_CHECKING:
+    from eagle3.config.engine import EngineSettings
+    from eagle3.config.machine import MachineSettings
+
+# Answers that differ are explained for the first of them only: each explanation is a pass through the target.
+_EXPLAINED = 32
+
+
+def make(
+    settings: AcceptanceSettings,
+    engine: EngineSettings,
+    machine: MachineSettings,
+    *,
+    target: Path,
+    evaluation: Path,
+    export: Path,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write `acceptance.json`: acceptance overall and by source, speed both ways, and whether outputs are the same.
+
+    Prompts are served greedily and, with a temperature, sampled as well (`sampled`) unless the engine cannot. Greedy
+    speculation must not change a single token but for rounding: where an answer differs, the gap between the two
+    candidates' logits at the first difference is recorded.
+
+    Args:
+        settings: prompts, tokens and drafts.
+        engine: which engine.
+        machine: where it runs.
+        target: `target.json`.
+        evaluation: held-out samples; their prompts are served exactly as the target saw them.
+        export: config.json of the exported draft.
+        folder: where to work.
+
+    Raises:
+        Eagle3Error: no held-out samples, or the engine did not use the draft.
+    """
+    samples = choose(read_records(evaluation), settings.prompts)
+    if not samples:
+        raise Eagle3Error(
+            "there are no held-out samples to serve", where=evaluation, remedy="raise dataset.eval_fraction"
+        )
+    with open_engine(engine, machine, load_target(target), folder) as opened:
+        greedy, sampled = _serve(opened, settings, samples, export)
+        identity = {"name": opened.name, **opened.versions}
+    if not greedy["steps"]:
+        raise Eagle3Error(
+            "the engine served without ever asking the draft",
+            where=export,
+            remedy="raise acceptance.max_tokens; with vLLM, see its log in the work folder",
+        )
+    found = {"kind": "served", "engine": identity, "max_tokens": settings.max_tokens, **greedy, "sampled": sampled}
+    write_json(folder / "acceptance.json", found)
+    counts = {
+        "engine": identity["name"],
+        "prompts": len(samples),
+        "acceptance length": greedy["acceptance_length"],
+        "per position": greedy["per_position"],
+        "identical outputs": greedy["identical_outputs"],
+        **_speeds(greedy),
+    }
+    if sampled:
+        manner = f"at temperature {settings.temperature:g}"
+        counts[f"acceptance length {manner}"] = sampled["acceptance_length"]
+        counts |= {f"{name} {manner}": value for name, value in _speeds(sampled).items()}
+    return counts
+
+
+def _serve(
+    engine: Engine, settings: AcceptanceSettings, samples: Sequence[Record], export: Path
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the figures of greedy serving, and those of sampling if there is a temperature.
+
+    First everything without the draft, then everything with it: servers are restarted in between.
+    """
+    requests = [_request(sample) for sample in samples]
+    ways = [Sampling(settings.max_tokens)]
+    if settings.temperature and engine.sampling_fault:
+        say(f"only greedy serving is measured: {engine.sampling_fault}")
+    elif settings.temperature:
+        ways.append(Sampling(settings.max_tokens, settings.temperature, settings.top_p))
+    with progress(2 * len(ways), "serving", "runs") as bar:
+
+        def run(draft: Path | None) -> list[Served]:
+            runs = []
+            for sampling in ways:
+                runs.append(engine.serve(requests, sampling, draft, settings.drafts))
+                bar.update(1)
+            return runs
+
+        plain, drafted = run(None), run(export.parent)
+    greedy, *sampled = (
+        _figures(samples, one, other, settings.drafts) for one, other in zip(plain, drafted, strict=True)
+    )
+    ids = [sample["id"] for sample in samples]
+    greedy["identical_outputs"] = sum(plain[0].token_ids[id] == drafted[0].token_ids[id] for id in ids) / len(ids)
+    greedy["divergences"] = _divergences(engine, requests, plain[0], drafted[0])
+    if not sampled:
+        return greedy, None
+    return greedy, {"temperature": settings.temperature, "top_p": settings.top_p, **sampled[0]}
+
+
+def _request(sample: Record) -> GenerationRequest:
+    start = sample["spans"][0][0]
+    seed = int(hash_of(sample["id"])[:8], 16) >> 1
+    return GenerationRequest(id=sample["id"], messages=[], seed=seed, prompt_ids=sample["input_ids"][:start])
+
+
+def _figures(samples: Sequence[Record], plain: Served, drafted: Served, drafts: int) -> dict[str, Any]:
+    ids = [sample["id"] for sample in samples]
+    missing = [name for name in ids if name not in plain.token_ids or name not in drafted.token_ids]
+    if missing:
+        raise Eagle3Error("the engine left prompts unanswered", found=", ".join(missing[:3]), expected=len(ids))
+    rows = [Drafted(s["source"], drafted.drafts[s["id"]], drafted.accepted[s["id"]]) for s in samples]
+    return {
+        **summarise(rows, drafts),
+        "prompts": len(ids),
+        "tokens": sum(len(drafted.token_ids[name]) for name in ids),
+        "tokens_per_second": {"with_draft": _speed(drafted), "without_draft": _speed(plain)},
+        "milliseconds_per_token": {"with_draft": _pace(drafted), "without_draft": _pace(plain)},
+    }
+
+
+def _speed(served: Served) -> float:
+    """Tokens per second of all prompts together."""
+    return sum(map(len, served.token_ids.values())) / served.seconds
+
+
+def _pace(served: Served) -> float:
+    """Milliseconds that one user waits for a token, its share of the prompt included."""
+    return 1000 * sum(served.durations.values()) / sum(map(len, served.token_ids.values()))
+
+
+def _speeds(figures: dict[str, Any]) -> dict[str, float]:
+    rates, paces = figures["tokens_per_second"], figures["milliseconds_per_token"]
+    return {
+        "tokens per second with draft": rates["with_draft"],
+        "tokens per second without": rates["without_draft"],
+        "milliseconds per token with draft": paces["with_draft"],
+        "milliseconds per token without": paces["without_draft"],
+    }
+
+
+def _divergences(
+    engine: Engine, requests: Sequence[GenerationRequest], plain: Served, drafted: Served
+) -> list[dict[str, Any]]:
+    """Return where answers differ first, both tokens there, and for the first few how far apart the target has them."""
+    found: list[dict[str, Any]] = []
+    prefixes: list[list[int]] = []
+    for request in requests:
+        answers = list(zip(plain.token_ids[request.id], drafted.token_ids[request.id], strict=False))
+        place = next((index for index, (one, other) in enumerate(answers) if one != other), None)
+        if place is not None:
+            found.append({"id": request.id, "position": place, "tokens": list(answers[place]), "logit_gap": None})
+            prefixes.append([*(request.prompt_ids or []), *plain.token_ids[request.id][:place]])
+    if not found:
+        return []
+    explained = found[:_EXPLAINED]
+    gaps = engine.logit_gaps(prefixes[:_EXPLAINED], [entry["tokens"] for entry in explained])
+    for entry, gap in zip(explained, gaps, strict=True):
+        entry["logit_gap"] = gap
+    return found

@@ -1,0 +1,6 @@
+"""Fixtures of the parts that stages are made of."""
+
+from tests.draft.conftest import inputs
+from tests.hidden_states.conftest import make, model, records, samples, target
+
+__all__ = ["inputs", "make", "model", "records", "samples", "target"]
