@@ -2,7 +2,7 @@ rule hidden_states_part:
     """Capture the target's hidden states for the samples of one part.
 
     Per sample: token ids, the states entering the auxiliary layers, and the last layer's state for the rows that
-    a loss reads (config/hidden-states.md). Wildcards: part.
+    a loss reads (docs/hidden-states.md). Wildcards: part.
     """
     input:
         target=rules.target.output.target,
