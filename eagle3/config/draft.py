@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -76,6 +77,15 @@ class DraftSettings(Settings):
     """Optimiser steps between lines of the log, which is part of the artifact."""
     seed: int = 0
 
+    def outside_files(self) -> list[Path]:
+        """Return the weights and the configuration of the draft in `warm_start`, as far as they exist."""
+        if self.warm_start is None:
+            return []
+        folder = Path(self.warm_start)
+        # The stage reports what is missing.
+        files = (folder / "model.safetensors", config_file(folder))
+        return [path for path in files if path is not None and path.is_file()]
+
     def check_machine(self, device: str, gpus: int) -> None:
         """Raise Eagle3Error if this training cannot run, or would leave GPUs idle, on `machine.device` and `.gpus`."""
         if self.accumulate % max(gpus, 1):
@@ -87,8 +97,13 @@ class DraftSettings(Settings):
             )
         if self.float8 and device.startswith(("cpu", "mps")):
             raise Eagle3Error(
-                "this device has no units for float8",
+                "this device does not support float8",
                 where="draft.float8 and machine.device",
                 found=device,
                 remedy="set draft.float8 to false, or train on a GPU",
             )
+
+
+def config_file(folder: Path) -> Path | None:
+    """Return the configuration of a draft in `folder`: draft.json, else config.json; None if it has neither."""
+    return next((folder / name for name in ("draft.json", "config.json") if (folder / name).is_file()), None)

@@ -1,4 +1,4 @@
-"""Recipes: what Snakemake compares to know whether an artifact must be made anew."""
+"""Recipes: what Snakemake compares to know whether an artifact must be rebuilt."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_what_the_training_will_not_do_on_this_machine_is_said_before_the_first_
     monkeypatch.chdir(tmp_path)
     values = {"run": "r", "prompts": {"sources": [{"path": "a.jsonl"}]}, "draft": draft, "machine": machine}
     with pytest.raises(Eagle3Error, match=remedy):
-        Workflow(values)
-    # A draft that is there may be served on any machine.
+        Workflow(values).check_training("results/r/draft/manifest.json")
+    # A finished draft may be served on any machine.
     Path("results/r/draft").mkdir(parents=True)
     Path("results/r/draft/manifest.json").write_text("{}")
-    Workflow(values)
+    Workflow(values).check_training("results/r/draft/manifest.json")

@@ -20,8 +20,9 @@ rule acceptance_simulated:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("acceptance_simulated"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-simulated"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} acceptance-simulated"
         " --target {input.target:q} --evaluation {input.evaluation:q} --draft {input.draft:q}"
         " --output {output.manifest:q} {input.hidden_states:q}"
 
@@ -49,8 +50,9 @@ rule acceptance_served:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("acceptance_served"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-served"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} acceptance-served"
         " --target {input.target:q} --evaluation {input.evaluation:q} --export {input.export:q}"
         " --output {output.manifest:q}"
 

@@ -6,7 +6,7 @@ rule draft:
         train=rules.dataset.output.train,
         evaluation=rules.dataset.output.evaluation,
         vocabulary=rules.vocabulary.output.vocabulary,
-        hidden_states=expand(rules.hidden_states_part.output.shards, part=PARTS),
+        hidden_states=rules.hidden_states.input.shards,
     output:
         draft="<results>/draft/model.safetensors",
         config="<results>/draft/draft.json",
@@ -25,8 +25,12 @@ rule draft:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("draft"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} draft"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} draft"
         " --target {input.target:q} --train {input.train:q} --evaluation {input.evaluation:q}"
         " --vocabulary {input.vocabulary:q}"
         " --output {output.manifest:q} {input.hidden_states:q}"
+
+
+FLOW.check_training(rules.draft.output.manifest)

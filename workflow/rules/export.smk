@@ -16,7 +16,8 @@ rule export:
         runtime=60,
     params:
         recipe=FLOW.recipe("export"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} export"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} export"
         " --target {input.target:q} --draft {input.draft:q}"
         " --output {output.manifest:q}"

@@ -27,8 +27,9 @@ rule hidden_states_part:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("hidden_states"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} hidden-states"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} hidden-states"
         " --target {input.target:q} --samples {input.samples:q}"
         " --output {output.manifest:q}"
 
@@ -36,4 +37,10 @@ rule hidden_states_part:
 rule hidden_states:
     """Capture the hidden states of all parts."""
     input:
-        expand(rules.hidden_states_part.output, part=PARTS),
+        shards=expand(
+            "<results>/hidden_states/part-{part}/shard-{shard}.safetensors",
+            part=PARTS,
+            shard=range(FLOW.config.hidden_states.shards),
+        ),
+        stats=expand("<results>/hidden_states/part-{part}/stats.json", part=PARTS),
+        manifests=expand("<results>/hidden_states/part-{part}/manifest.json", part=PARTS),

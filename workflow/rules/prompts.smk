@@ -4,7 +4,8 @@ rule prompts:
     A record holds id (hash of the content), source and messages; a prompt's part follows from its id.
     """
     input:
-        sources=FLOW.prompt_sources(),
+        # Paths of the user's own files: relative to the working directory, whatever the module's prefix.
+        sources=local(FLOW.outside_files("prompts")),
         synthetic=SYNTHETIC[:1],
     output:
         parts=expand("<results>/prompts/part-{part}.jsonl.zst", part=PARTS),
@@ -18,7 +19,8 @@ rule prompts:
         runtime=60,
     params:
         recipe=FLOW.recipe("prompts"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts --output {output.manifest:q}"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} prompts --output {output.manifest:q}"
         + (" --synthetic {input.synthetic:q}" if SYNTHETIC else "")
         + " {input.sources:q}"

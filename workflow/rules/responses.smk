@@ -26,8 +26,9 @@ rule responses_part:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("responses"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} responses"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} responses"
         " --target {input.target:q} --prompts {input.prompts:q}"
         " --output {output.manifest:q}"
 
@@ -35,4 +36,9 @@ rule responses_part:
 rule responses:
     """Make the responses of all parts."""
     input:
-        expand(rules.responses_part.output, part=PARTS),
+        shards=expand(
+            "<results>/responses/part-{part}/shard-{shard}.jsonl.zst",
+            part=PARTS,
+            shard=range(FLOW.config.responses.shards),
+        ),
+        manifests=expand("<results>/responses/part-{part}/manifest.json", part=PARTS),

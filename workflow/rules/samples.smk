@@ -20,8 +20,9 @@ rule samples_part:
         runtime=60,
     params:
         recipe=FLOW.recipe("samples"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} samples"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} samples"
         " --target {input.target:q}"
         " --output {output.manifest:q} {input.responses:q}"
 
@@ -29,4 +30,7 @@ rule samples_part:
 rule samples:
     """Make the samples of all parts."""
     input:
-        expand(rules.samples_part.output, part=PARTS),
+        samples=expand("<results>/samples/part-{part}/samples.jsonl.zst", part=PARTS),
+        rejects=expand("<results>/samples/part-{part}/rejects.jsonl.zst", part=PARTS),
+        stats=expand("<results>/samples/part-{part}/stats.json", part=PARTS),
+        manifests=expand("<results>/samples/part-{part}/manifest.json", part=PARTS),

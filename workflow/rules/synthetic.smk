@@ -23,8 +23,9 @@ rule synthetic:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("synthetic"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} synthetic"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} synthetic"
         " --target {input.target:q} --output {output.manifest:q}"
 
 

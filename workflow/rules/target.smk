@@ -6,7 +6,7 @@ rule target:
     """
     output:
         target="<results>/target/target.json",
-        model=expand("<results>/target/model/{file}", file=FLOW.demo_model_files()),
+        model=expand("<results>/target/model/{file}", file=FLOW.demo_files),
         manifest="<results>/target/manifest.json",
     log:
         "<logs>/target.log",
@@ -15,5 +15,7 @@ rule target:
         runtime=60,
     params:
         recipe=FLOW.recipe("target"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} target" " --output {output.manifest:q}"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} target"
+        " --output {output.manifest:q}"

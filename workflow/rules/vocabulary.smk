@@ -18,7 +18,8 @@ rule vocabulary:
         runtime=60,
     params:
         recipe=FLOW.recipe("vocabulary"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} vocabulary"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} vocabulary"
         " --target {input.target:q} --train {input.train:q}"
         " --output {output.manifest:q}"
