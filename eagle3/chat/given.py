@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from eagle3.chat.message import ChatPrompt, Message
 from eagle3.chat.rebuild import after_content, finished_text, heads, until_end
-from eagle3.chat.template import Chat, UnrenderableError
+from eagle3.chat.template import Chat
 from eagle3.console import progress
+from eagle3.errors import RejectedError
 from eagle3.files.records import Record
 
 NAME = "given"
@@ -78,8 +79,8 @@ def _turns(chat: Chat, prompt: Record, template_kwargs: Mapping[str, Any]) -> li
             _check(chat, message)
             asked = chat.render_text(request.messages, tools=request.tools, template_kwargs=template_kwargs)
             turns.append(_Turn(request, message, (asked, *_answer(chat, request, message, asked))))
-        except UnrenderableError as error:
-            turns.append(_Turn(request, message, error=f"{error.code}: {error.detail}"))
+        except RejectedError as error:
+            turns.append(_Turn(request, message, error=str(error)))
             break
     return turns
 
@@ -90,7 +91,7 @@ def _answer(chat: Chat, request: ChatPrompt, message: Message, asked: str) -> tu
     finished = finished_text(chat, request, message)
     silent = {key: value for key, value in message.items() if key != "tool_calls"}
     if "tool_calls" in message and finished == finished_text(chat, request, silent):
-        raise UnrenderableError("answer_not_written", "the chat template leaves out calls of tools")
+        raise RejectedError("answer_not_written", "the chat template leaves out calls of tools")
     written = finished.removeprefix(asked)
     thought, said = "", written
     opening, closing = map(chat.control.__getitem__, chat.reasoning_ids) if chat.reasoning_ids else ("", "")
@@ -106,11 +107,11 @@ def _check(chat: Chat, message: Message) -> None:
     """Text of an answer becomes no control token, but for marks that the target itself writes, such as of calls."""
     reasoning = message.get("reasoning", "")
     if reasoning and chat.reasoning_ids is None:
-        raise UnrenderableError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
+        raise RejectedError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
     calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", ())]
     for text in (message["content"], reasoning, *chain.from_iterable(calls)):
         if (found := chat.control_in(text)) and (wrong := [mark for mark in found if mark not in chat.marks]):
-            raise UnrenderableError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
+            raise RejectedError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
 
 
 def _record(chat: Chat, turn: _Turn, encoded: list[list[int]]) -> Record:

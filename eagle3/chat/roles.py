@@ -10,7 +10,8 @@ from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from eagle3.chat.message import Message
-from eagle3.chat.template import Chat, UnrenderableError
+from eagle3.chat.template import Chat
+from eagle3.errors import RejectedError
 from eagle3.files.records import Record
 
 ROLES = ("system", "user", "tool", "history", "reasoning", "answer", "special")
@@ -106,7 +107,7 @@ def _probe(chat: Chat, roles: Sequence[str], *, ask: bool = False) -> Iterator[t
     messages = [_message(role, _MARK.format(number)) for number, role in enumerate(roles)]
     try:
         rest = chat.apply(messages, None, {}, generate=ask)
-    except UnrenderableError:
+    except RejectedError:
         return
     for role, message in zip(roles, messages, strict=True):
         header, mark, rest = rest.partition(message["content"])

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from eagle3.chat.message import Message
-from eagle3.prompts.sources import RejectedError
+from eagle3.errors import RejectedError
 
 _REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 _OPENING, _CLOSING = "<think>", "</think>"

@@ -11,7 +11,7 @@ import orjson
 
 from eagle3.config.prompts import Form, PromptsSettings, SourceSettings
 from eagle3.console import progress, say
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import find_files
 from eagle3.files.hashing import fraction_of, hash_of
 from eagle3.files.records import Record
@@ -20,7 +20,7 @@ from eagle3.prompts.contamination import Contamination
 from eagle3.prompts.conversations import Conversation, detect_forms, to_conversation
 from eagle3.prompts.filter import Filter
 from eagle3.prompts.hub import read_hub
-from eagle3.prompts.sources import RejectedError, Row, read_rows, stem
+from eagle3.prompts.sources import Row, read_rows, stem
 
 
 class Origin(NamedTuple):

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.chat.given import answer_as_given, is_given
 from eagle3.chat.message import Message
-from eagle3.chat.template import Chat, UnrenderableError, load_chat
+from eagle3.chat.template import Chat, load_chat
 from eagle3.config.responses import ResponsesSettings
 from eagle3.console import progress
 from eagle3.engines.base import Engine, Generation, GenerationRequest, Sampling, open_engine
 from eagle3.engines.resumable import ResumableEngine
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.hashing import hash_of, range_of
 from eagle3.files.records import Record, RecordLog, read_records, write_records
 from eagle3.target.pin import Target, load_target
@@ -203,8 +203,8 @@ class _Run:
             ids = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
             if self._context is not None and len(ids) + self._settings.max_tokens > self._context:
                 detail = f"{len(ids):,} tokens and {self._settings.max_tokens:,} to generate"
-                raise UnrenderableError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
-        except UnrenderableError as error:
+                raise RejectedError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
+        except RejectedError as error:
             answer = _failure(request, error)
             conversation.take(request, self._sampling, answer)
             # What a user wrote is no sign that something has to be mended; all else may be a wrong setting.
@@ -233,7 +233,7 @@ class _Run:
             )
 
 
-def _failure(request: GenerationRequest, error: UnrenderableError) -> Generation:
+def _failure(request: GenerationRequest, error: RejectedError) -> Generation:
     message = f"{error.code}: {error.detail}"
     return Generation(id=request.id, prompt_ids=[], token_ids=[], finish_reason="error", message={}, error=message)
 

@@ -27,8 +27,8 @@ from eagle3.engines.resumable import ResumableEngine
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog, read_json, read_records
 from eagle3.stages import prompts, synthetic
+from eagle3.stages import target as target_stage
 from eagle3.stages.synthetic import UserTurn, find_user_turn, read_turn
-from eagle3.target import model_folder as pin
 from eagle3.target.pin import load_target
 from tests.writers import teach
 
@@ -54,7 +54,7 @@ def artifact(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("writer")
-    pin.make(TargetSettings(model=str(teach(tiny_target, folder / "model"))), folder=folder)
+    target_stage.make(TargetSettings(model=str(teach(tiny_target, folder / "model"))), folder=folder)
     return folder / "target.json"
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.config.target import TargetSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, write_json
-from eagle3.target import model_folder as stage
+from eagle3.stages import target as stage
 from eagle3.target.model_folder import revision
 from eagle3.target.pin import Target, load_target
 from eagle3.target.weights import head_weights
