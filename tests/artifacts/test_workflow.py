@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from eagle3.artifacts.workflow import Workflow
@@ -38,6 +39,17 @@ def test_a_draft_follows_what_it_starts_from(tmp_path: Path, monkeypatch: pytest
     assert flow.recipe("draft") == ours
     (earlier / "draft.json").write_bytes(b"two")
     assert len({again, plain, ours, flow.recipe("draft")}) == 4
+
+
+def test_prompts_follow_the_names_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's stem is the name of its source in all counts, so the settings, and with them the key, hold it."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts").mkdir()
+    Path("prompts/chat.jsonl").write_text("{}")
+    flow = Workflow({"run": "r", "prompts": {"sources": [{"path": "prompts"}]}})
+    before = orjson.loads(flow.recipe("prompts"))["settings"]
+    Path("prompts/chat.jsonl").rename("prompts/talk.jsonl")
+    assert orjson.loads(flow.recipe("prompts"))["settings"] != before
 
 
 @pytest.mark.parametrize(

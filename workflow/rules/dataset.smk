@@ -1,5 +1,10 @@
 rule dataset:
-    """Merge all samples, reject answers that repeat others, shuffle by hash and hold out whole conversations."""
+    """Merge the samples of all parts, remove repeated answers, shuffle and split.
+
+    In: the samples of all parts.
+    Out: train.jsonl.zst and eval.jsonl.zst, in the records of `samples`; whole conversations are held out, per source.
+    rejects.jsonl.zst, the repeated answers; stats.json with counts per source.
+    """
     input:
         samples=rules.samples.input.samples,
     output:

@@ -1,5 +1,10 @@
 rule draft:
-    """Train the draft: exact EAGLE-3 objective, resumable, held-out metrics in metrics.json."""
+    """Train the draft model with the EAGLE-3 objective; resumes from its last checkpoint.
+
+    In: the target (lm_head and final norm); training and held-out samples; the draft vocabulary; the hidden states.
+    Out: model.safetensors, the weights in float32 with the best held-out acceptance length; draft.json, the draft
+    model's configuration; log.jsonl, a line every `log_every` optimizer steps; metrics.json, held-out metrics.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,
@@ -33,4 +38,5 @@ rule draft:
         " --output {output.manifest:q} {input.hidden_states:q}"
 
 
+# A training that this machine cannot run is refused now, not when its turn comes.
 FLOW.check_training(rules.draft.output.manifest)

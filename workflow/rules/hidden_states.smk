@@ -1,8 +1,11 @@
 rule hidden_states_part:
     """Capture the target's hidden states for the samples of one part.
 
-    Per sample: token ids, the states entering the auxiliary layers, and the last layer's state for the rows that
-    a loss reads (config/hidden-states.md). Wildcards: part.
+    In: the target; the part's samples.
+    Out: shards that hold, for a sample of n tokens, token_ids int32 [n], the residual stream entering each auxiliary
+    layer, bf16 [n, H], and the last layer's output, bf16 [m, H], at the m positions in last_rows
+    (config/hidden-states.md); stats.json with counts and the agreement with the engine's own next tokens.
+    Wildcards: part.
     """
     input:
         target=rules.target.output.target,

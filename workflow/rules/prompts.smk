@@ -1,7 +1,9 @@
 rule prompts:
-    """Read the prompt sources and divide them into parts.
+    """Read the prompt sources, remove duplicates and divide the prompts into parts.
 
-    A record holds id (hash of the content), source and messages; a prompt's part follows from its id.
+    In: the files of the sources and of evaluations to keep clear of; the target's own turns, if configured.
+    Out: one file per part, one record per conversation (id: hash of its content, source, messages), sorted by id, which
+    also decides the part; rejects.jsonl.zst with reasons; stats.json with counts per source.
     """
     input:
         # Paths of the user's own files: relative to the working directory, whatever the module's prefix.

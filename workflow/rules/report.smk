@@ -1,5 +1,9 @@
 rule report:
-    """Show what the run found; every figure and page goes into `snakemake --report`."""
+    """Draw the figures and pages for `snakemake --report`.
+
+    In: the target; training samples; the draft's log and metrics; the stats of all stages; both acceptance.json.
+    Out: summary.html, samples.html and one SVG per figure.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,

@@ -1,7 +1,9 @@
 rule responses_part:
-    """Let the target answer the prompts of one part, turn by turn.
+    """Generate the target's answers to the prompts of one part, turn by turn.
 
-    One record per conversation: request, sampling, prompt ids, generated ids, finish reason, engine and versions.
+    In: the target; the part's prompts.
+    Out: shards of one record per conversation: messages, and for every turn the sampling parameters, prompt and
+    generated token ids, finish reason, engine and versions. A failed conversation keeps its error.
     Wildcards: part.
     """
     input:
@@ -34,7 +36,7 @@ rule responses_part:
 
 
 rule responses:
-    """Make the responses of all parts."""
+    """Generate the responses of all parts."""
     input:
         shards=expand(
             "<results>/responses/part-{part}/shard-{shard}.jsonl.zst",

