@@ -470,6 +470,6 @@ def test_a_second_run_in_the_same_folder_gives_the_same_bytes(tmp_path: Path) ->
     run(tmp_path / "out", source)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("[!.]*")}
     (tmp_path / "out" / "part-0.jsonl.zst").unlink()
-    (tmp_path / "out" / "rejects.jsonl.zst.tmp").write_bytes(b"torn")
+    (tmp_path / "out" / ".rejects.jsonl.zst.tmp").write_bytes(b"torn")
     run(tmp_path / "out", source)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("[!.]*")} == before

@@ -239,7 +239,7 @@ def test_a_hub_id_without_network_is_a_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment at import."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from eagle3.target.pin import TargetSettings; from eagle3.target.model_folder import make\n"
+        "from eagle3.config.target import TargetSettings; from eagle3.stages.target import make\n"
         "make(TargetSettings(model='owner/model', revision='abc'), folder=Path(sys.argv[1]))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
