@@ -27,7 +27,8 @@ rule acceptance_simulated:
         recipe=FLOW.recipe("acceptance_simulated"),
         results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} acceptance-simulated"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} acceptance-simulated"
         " --target {input.target:q} --evaluation {input.evaluation:q} --draft {input.draft:q}"
         " --output {output.manifest:q} {input.hidden_states:q}"
 
@@ -62,7 +63,8 @@ rule acceptance_served:
         recipe=FLOW.recipe("acceptance_served"),
         results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} acceptance-served"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} acceptance-served"
         " --target {input.target:q} --evaluation {input.evaluation:q} --export {input.export:q}"
         " --output {output.manifest:q}"
 

@@ -32,7 +32,8 @@ rule draft:
         recipe=FLOW.recipe("draft"),
         results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} draft"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} draft"
         " --target {input.target:q} --train {input.train:q} --evaluation {input.evaluation:q}"
         " --vocabulary {input.vocabulary:q}"
         " --output {output.manifest:q} {input.hidden_states:q}"

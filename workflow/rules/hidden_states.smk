@@ -4,7 +4,7 @@ rule hidden_states_part:
     In: the target; the part's samples.
     Out: shards that hold, for a sample of n tokens, token_ids int32 [n], the residual stream entering each auxiliary
     layer, bf16 [n, H], and the last layer's output, bf16 [m, H], at the m positions in last_rows
-    (config/hidden-states.md); stats.json with counts and the agreement with the engine's own next tokens.
+    (docs/hidden-states.md); stats.json with counts and the agreement with the engine's own next tokens.
     Wildcards: part.
     """
     input:
@@ -32,7 +32,8 @@ rule hidden_states_part:
         recipe=FLOW.recipe("hidden_states"),
         results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} hidden-states"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} hidden-states"
         " --target {input.target:q} --samples {input.samples:q}"
         " --output {output.manifest:q}"
 

@@ -30,7 +30,8 @@ rule responses_part:
         recipe=FLOW.recipe("responses"),
         results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} responses"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} responses"
         " --target {input.target:q} --prompts {input.prompts:q}"
         " --output {output.manifest:q}"
 

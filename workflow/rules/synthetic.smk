@@ -28,7 +28,8 @@ rule synthetic:
         recipe=FLOW.recipe("synthetic"),
         results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q} --log {log:q} synthetic"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} synthetic"
         " --target {input.target:q} --output {output.manifest:q}"
 
 
