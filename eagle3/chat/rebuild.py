@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eagle3.chat.message import ChatPrompt, Message
+from eagle3.chat.message import ChatPrompt
 from eagle3.chat.template import Chat, with_mapping
 from eagle3.errors import RejectedError
+from eagle3.records import Message
 
 # Stands for the content while the template writes what follows it.
 _CONTENT = "\u241f content \u241f"
@@ -86,7 +87,7 @@ def after_content(chat: Chat, request: ChatPrompt, message: Message) -> str:
     Raises:
         RejectedError: the template refuses the answer, or leaves out the content beside calls.
     """
-    answer = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls")}
+    answer: Message = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls") or []}
     _, found, rest = finished_text(chat, request, answer).rpartition(_CONTENT)
     if not found:
         raise RejectedError("answer_not_written", "the chat template leaves out the text of an answer")
@@ -113,7 +114,8 @@ def finished_text(chat: Chat, request: ChatPrompt, message: Message) -> str:
 
 
 def _render(chat: Chat, request: ChatPrompt, message: Message, calls: list[dict[str, Any]]) -> str:
-    answer = {key: value for key, value in message.items() if key != "tool_calls"}
+    answer = message.copy()
+    answer.pop("tool_calls", None)
     if calls:
         answer["tool_calls"] = calls
     return chat.write(request.messages, answer, request.tools, request.template_kwargs)

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from eagle3.chat.message import Message
 from eagle3.errors import Eagle3Error, RejectedError
+from eagle3.records import Message
 from eagle3.target.pin import Target
 
 # Tokens between which models of several families put their reasoning.
@@ -84,7 +84,7 @@ class Chat:
     ) -> str:
         """Like `render`, before tokenising."""
         for message in messages:
-            texts = (message.get(key) or "" for key in ("content", "name", "tool_call_id"))
+            texts = (message["content"], message.get("name") or "", message.get("tool_call_id") or "")
             if message["role"] != "assistant" and (found := [mark for text in texts for mark in self.control_in(text)]):
                 raise RejectedError("special_token_in_text", f"{found[0]!r} in a {message['role']} message")
         if tools and (found := self.control_in(orjson.dumps(tools).decode())):
@@ -126,10 +126,10 @@ class Chat:
             return []
         return [self.control[id] for id in self.encode([text])[0] if id in self.control]
 
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Message:
         """Return the assistant message that generated ids stand for, as the history of later turns has it."""
         reasoning, content = self.split_reasoning(prompt_ids, token_ids)
-        message = {"role": "assistant", "content": self._decode(content)}
+        message: Message = {"role": "assistant", "content": self._decode(content)}
         if reasoning is not None:
             message["reasoning"] = self._decode(reasoning)
         return message
@@ -279,14 +279,16 @@ def _reasoning_ids(tokenizer: Any) -> tuple[int, int] | None:
 
 def _probe(chat: Chat, target: Target, *, answered: bool) -> list[int]:
     """Render a tiny conversation; without its system message if the template knows none."""
-    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
-    tail = [{"role": "assistant", "content": "c"}] if answered else []
+    system: Message = {"role": "system", "content": "a"}
+    rest: list[Message] = [{"role": "user", "content": "b"}]
+    if answered:
+        rest.append({"role": "assistant", "content": "c"})
     try:
-        return chat.encode([chat.apply([system, user, *tail], None, {}, generate=not answered)])[0]
+        return chat.encode([chat.apply([system, *rest], None, {}, generate=not answered)])[0]
     except RejectedError:
         pass
     try:
-        return chat.encode([chat.apply([user, *tail], None, {}, generate=not answered)])[0]
+        return chat.encode([chat.apply(rest, None, {}, generate=not answered)])[0]
     except RejectedError as error:
         raise Eagle3Error(
             "the target's chat template cannot render a plain conversation",

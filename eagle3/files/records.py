@@ -6,12 +6,12 @@ The bytes of a file depend on its records alone, so that equal content has an eq
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import zstandard
@@ -20,13 +20,14 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.atomic import atomic_write
 
 Record = dict[str, Any]
+Item = TypeVar("Item")
 
 # Level 3 packs token ids to about 30% at 200 MB/s a core; higher levels gain little. Part of the file's bytes.
 ZSTD_LEVEL = 3
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a `.jsonl.zst` file, in order, in constant memory.
+def read_records(path: Path) -> Iterator[Any]:
+    """Yield the records of a `.jsonl.zst` file, in order, in constant memory; `eagle3.records` has their types.
 
     Raises:
         Eagle3Error: the file is missing, truncated or not JSON; names the file and the line.
@@ -44,7 +45,7 @@ def read_records(path: Path) -> Iterator[Record]:
             where=f"{path}, line {number + 1}",
             found=error,
             expected="zstd-compressed JSON lines",
-            remedy="delete the file and run snakemake again: only this artifact is made anew",
+            remedy="delete the file and run snakemake again: only this artifact is rebuilt",
         ) from None
 
 
@@ -67,7 +68,7 @@ class RecordWriter:
         self.count = 0
         self._path = path
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         self._stream.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         self.count += 1
 
@@ -85,7 +86,7 @@ class RecordWriter:
         self._contexts.__exit__(kind, error, trace)
 
 
-def write_records(path: Path, records: Iterable[Record]) -> int:
+def write_records(path: Path, records: Iterable[Mapping[str, object]]) -> int:
     """Write records as `.jsonl.zst`, whole or not at all; return their number."""
     with RecordWriter(path) as writer:
         for record in records:
@@ -100,7 +101,7 @@ def write_json(path: Path, value: object) -> None:
         temporary.write_bytes(orjson.dumps(value, option=option))
 
 
-def in_turn(groups: Sequence[Sequence[Record]]) -> Iterator[Record]:
+def in_turn(groups: Sequence[Sequence[Item]]) -> Iterator[Item]:
     """Yield one record of every group, then the next of every group, until none is left."""
     for layer in zip_longest(*groups):
         yield from (record for record in layer if record is not None)

@@ -11,9 +11,10 @@ from eagle3.config.prompts import PromptsSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.find import find_files
 from eagle3.files.hashing import range_of
-from eagle3.files.records import Record, write_json, write_records
+from eagle3.files.records import write_json, write_records
 from eagle3.files.spool import Spool
 from eagle3.prompts.reader import Reader
+from eagle3.records import Prompt
 
 
 def outside_files(settings: PromptsSettings) -> list[Path]:
@@ -57,7 +58,7 @@ def make(
     return {**stats["total"], "parts": len(sizes)}
 
 
-def _write_parts(settings: PromptsSettings, folder: Path, prompts: Iterator[Record]) -> list[int]:
+def _write_parts(settings: PromptsSettings, folder: Path, prompts: Iterator[Prompt]) -> list[int]:
     """Write sorted prompts part by part; return the parts' sizes."""
     sizes = [0] * settings.parts
     for part, members in groupby(prompts, lambda prompt: range_of(prompt["id"][:8], settings.parts)):

@@ -18,6 +18,7 @@ from eagle3.config.samples import SamplesSettings
 from eagle3.console import progress
 from eagle3.errors import RejectedError
 from eagle3.files.records import Record, RecordWriter, read_records, write_json
+from eagle3.records import Response, Turn
 from eagle3.target.pin import load_target
 
 
@@ -38,21 +39,21 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
         RecordWriter(folder / "rejects.jsonl.zst") as rejects,
         progress(None, "samples", "answers") as bar,
     ):
-        for source, id, engine, turn in _turns(responses):
+        for response, number, turn in _turns(responses):
             bar.update(1)
+            id, source = f"{response['id']}-{number}", response["source"]
             try:
                 sample, reasoning = cleaner.clean(turn)
             except RejectedError as fault:
                 stats.rejected(source, fault)
-                reason = {"reason": fault.code, "detail": fault.detail}
-                rejects.write({"id": id, "source": source, **reason, "record": turn})
+                rejects.write(
+                    {"id": id, "source": source, "reason": fault.code, "detail": fault.detail, "record": turn}
+                )
             else:
-                if engine == GIVEN:
+                if response["engine"].get("name") == GIVEN:
                     sample["off_policy"] = True
                 stats.accepted(source, sample, reasoning)
-                conversation, _, number = id.rpartition("-")
-                origin = {"conversation": conversation, "source": source, "turn": int(number)}
-                samples.write({"id": id, **origin, **sample})
+                samples.write({"id": id, "conversation": response["id"], "source": source, "turn": number, **sample})
     found = stats.summary()
     assert found["total"]["rows"] == samples.count + rejects.count
     write_json(folder / "stats.json", found)
@@ -60,12 +61,12 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     return {**found["total"], "supervised share": found["supervised_share"], "by source": sources}
 
 
-def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, str | None, Record]]:
-    """Yield source, sample id, name of the engine and record of every generation."""
+def _turns(responses: Sequence[Path]) -> Iterator[tuple[Response, int, Turn]]:
+    """Yield every turn of every response, with its number."""
+    response: Response
     for path in responses:
-        for record in read_records(path):
-            for number, turn in enumerate(record["turns"]):
-                yield record["source"], f"{record['id']}-{number}", record["engine"].get("name"), turn
+        for response in read_records(path):
+            yield from ((response, number, turn) for number, turn in enumerate(response["turns"]))
 
 
 class _Cleaner:
@@ -79,7 +80,7 @@ class _Cleaner:
         allowed |= chat.answer_ids - chat.stop_ids
         self._forbidden = (chat.turn_ids | chat.control.keys()) - allowed
 
-    def clean(self, turn: Record) -> tuple[Record, int]:
+    def clean(self, turn: Turn) -> tuple[Record, int]:
         """Return the sample's own fields and the number of reasoning tokens in it.
 
         Raises:
@@ -105,7 +106,7 @@ class _Cleaner:
         sample["spans"] = [[len(prompt), len(sample["input_ids"])]]
         return sample, min(reasoning, len(sample["input_ids"]) - len(prompt))
 
-    def _check_ids(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    def _check_ids(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The ids are the target's, and as many as the engine counted."""
         if not prompt or not answer:
             raise RejectedError("empty", f"{len(prompt)} prompt and {len(answer)} generated tokens")
@@ -117,7 +118,7 @@ class _Cleaner:
             if usage.get(name, len(ids)) != len(ids):
                 raise RejectedError("count_mismatch", f"{name}: {usage[name]} counted, {len(ids)} received")
 
-    def _check_end(self, turn: Record, answer: list[int]) -> list[int]:
+    def _check_end(self, turn: Turn, answer: list[int]) -> list[int]:
         """The answer ends as its finish reason says; return it without its end."""
         finish = turn["finish_reason"]
         ended = answer[-1] in self._chat.stop_ids
@@ -133,10 +134,10 @@ class _Cleaner:
             raise RejectedError("special_token_inside", self._chat.control.get(found, str(found)))
         return body
 
-    def _check_reasoning(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    def _check_reasoning(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """What was reasoned is in the ids, and closed; return how many tokens it has."""
         reasoning, _ = self._chat.split_reasoning(prompt, answer)
-        told = turn["message"].get("reasoning") or turn["message"].get("reasoning_content") or ""
+        told = turn["message"].get("reasoning") or ""
         if told.strip() and not reasoning:
             raise RejectedError("reasoning_lost", "the engine returned reasoning that is not among the ids")
         if self._settings.require_reasoning and not reasoning:

@@ -35,7 +35,7 @@ needs_library = pytest.mark.skipif(find_spec("datasets") is None, reason="needs 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from eagle3 import prompts
+from eagle3.stages import prompts
 from eagle3.errors import Eagle3Error
 from eagle3.config.prompts import PromptsSettings
 folder = Path(sys.argv[2])
