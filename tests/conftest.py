@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# A busy machine is no failure.
+# Workers side by side would fight for the cores. Set before torch is imported, and inherited by every process.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is not a failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -19,6 +24,11 @@ WORDS = (
     "the cat sat on a mat and looked at the moon while rain fell over green hills near the old stone bridge; "
     "write a short poem about the sea, add two numbers, list three colours, say hello to Ada, 12 + 30 = 42? "
 ) * 8
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start slow tests first, so that no worker is left with a long one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")
