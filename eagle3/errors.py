@@ -1,4 +1,4 @@
-"""The one exception for everything that a user can mend.
+"""The errors that a user can fix.
 
 Every message answers four questions: where is the fault, what was found, what was expected, what to do.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Eagle3Error(Exception):
-    """A fault in the input, the settings or an artifact; the command ends with exit code 1.
+    """A fault in the input, the configuration or an artifact; the command ends with exit code 1.
 
     Args:
         problem: one sentence that says what is wrong.
@@ -34,3 +34,17 @@ class Eagle3Error(Exception):
             if value is not None:
                 lines.append(f"  {label + ':':<10}{value}")
         super().__init__("\n".join(lines))
+
+
+class RejectedError(Eagle3Error):
+    """One row, request or answer cannot be used; the others go on without it.
+
+    Args:
+        code: stable, for counting; `config/README.md` explains every one.
+        detail: what was found in this one.
+    """
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        self.code = code
+        self.detail = detail
+        super().__init__(f"{code}: {detail}" if detail else code)

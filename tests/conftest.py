@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
-# Workers side by side would fight for the cores. Set before torch is imported, and inherited by every process.
+# Workers of one test run share the cores: more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # A busy machine is not a failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -26,6 +28,22 @@ WORDS = (
 ) * 8
 
 
+def build_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
+    """Return a folder that `build` fills once per test run; the workers of pytest-xdist share it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, built = base / name, base / f"{name}.built"
+    with FileLock(base / f"{name}.lock"):
+        if not built.exists():
+            # What a failed attempt left behind.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            build(folder)
+            built.touch()
+    return folder
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start slow tests first, so that no worker is left with a long one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
@@ -34,11 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a random 8-layer Llama (H 64, V 320), its tokenizer and chat template."""
+    return build_once(tmp_path_factory, "tiny-target", save_tiny_target)
+
+
+def save_tiny_target(folder: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("tiny-target")
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,4 +90,3 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    return folder

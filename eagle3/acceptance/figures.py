@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from eagle3.files.hashing import hash_of
-from eagle3.files.records import Record, in_turn
+from eagle3.files.records import in_turn
+from eagle3.records import Sample
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Drafted:
     sample: str = ""
 
 
-def choose(samples: Iterable[Record], count: int) -> list[Record]:
+def choose(samples: Iterable[Sample], count: int) -> list[Sample]:
     """Choose the samples that are served: up to `count`, taking the sources in turn, of a source by the ids' hashes."""
-    by_source: dict[str, list[Record]] = {}
+    by_source: dict[str, list[Sample]] = {}
     for sample in samples:
         by_source.setdefault(sample["source"], []).append(sample)
     columns = [sorted(by_source[source], key=lambda sample: hash_of(sample["id"])) for source in sorted(by_source)]

@@ -1,12 +1,20 @@
-"""Which code makes an artifact: a hash over the meaning of a stage's modules.
+"""Which code makes an artifact: a hash over the definitions that a stage uses.
 
-The fingerprint of a stage covers the modules named for it and everything they import inside `eagle3`.
-It does not change when files are touched or moved to another checkout, when they are reformatted, when comments
-or docstrings are edited, or when Python is upgraded (3.11 to 3.13 give the same hash). It changes with any
-edit that can change behaviour.
+It starts at a stage's `make` and follows names, definition by definition: a definition is a function, a class or an
+assignment at the top level of a module. What counts is the text of every definition reached, and which definitions
+and which names of other packages it refers to. Modules do not count, nor do import lines, docstrings, comments, types
+of arguments and the version of Python (3.11 to 3.13 agree): moving a definition, splitting, merging or renaming
+modules and editing a neighbour that nobody uses change nothing.
 
-Python's own `ast.dump`, `ast.unparse` and `tokenize` each changed their output in some release; the walk
-below visits only fields that every supported release fills in the same way.
+In doubt, code counts:
+
+- a module that is used other than by `module.name` counts whole, as does one that is looked up by a string
+  (`artifacts/registry.py` names those);
+- statements that run at import, and definitions whose decorator may register them, count as soon as anything else of
+  their module does.
+
+Messages and errors never count: `eagle3.console` and `eagle3.errors` decide what the user sees, not what an artifact
+holds.
 """
 
 from __future__ import annotations
@@ -14,105 +22,148 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from eagle3.artifacts.definitions import AT_IMPORT, Module, Node, Reader
 
 PACKAGE = "eagle3"
-
-# Modules that decide what the user sees, never what an artifact holds.
 PRESENTATION = frozenset({"eagle3.console", "eagle3.errors"})
 
-# Fields that differ between Python releases without a difference in meaning.
-_IGNORED_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment", "type_ignores"})
+
+class Definition(NamedTuple):
+    """What counts of one definition."""
+
+    text: str
+    """Hash of its text, in which other definitions are named without their modules."""
+    uses: tuple[Node, ...]
+    """The definitions it refers to, in the order of the text."""
 
 
-def fingerprint(modules: Iterable[str], root: Path | None = None) -> str:
-    """Return the fingerprint (64 hex digits) of `modules` and all they import inside the package.
+def fingerprint(roots: Iterable[str], root: Path | None = None) -> str:
+    """Return the fingerprint (64 hex digits) of the code that `roots` use.
 
     Args:
-        modules: dotted names, e.g. `("eagle3.stages.samples",)`.
+        roots: where to start: `"eagle3.stages.samples:make"` for a definition, `"eagle3.engines.vllm.connector"` for
+            everything in a module.
         root: the folder that holds the package; by default the one this module was loaded from.
     """
-    text = "\n".join(f"{name} {digest}" for name, digest in sorted(closure(modules, root).items()))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _package(root).fingerprint(tuple(sorted(set(roots))))
 
 
-def closure(modules: Iterable[str], root: Path | None = None) -> dict[str, str]:
-    """Return every module that `fingerprint` covers, by dotted name, with the hash of its own code."""
-    root = root or Path(__file__).parents[2]
-    found: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        name = waiting.pop()
-        if name in found or name in PRESENTATION:
-            continue
-        found[name], imports = _module(_source_file(name, root))
-        waiting += [imported for imported in imports if _source_file(imported, root).is_file()]
-        # Importing a.b.c also runs a/__init__.py and a/b/__init__.py.
-        waiting += [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
-    return found
+def closure(roots: Iterable[str], root: Path | None = None) -> dict[Node, Definition]:
+    """Return every definition that `fingerprint` covers."""
+    return _package(root).closure(roots)
 
 
-def _source_file(name: str, root: Path) -> Path:
-    path = root.joinpath(*name.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+def _split(root: str) -> tuple[str, str | None]:
+    module, _, name = root.partition(":")
+    return module, name or None
 
 
-def _module(path: Path) -> tuple[str, frozenset[str]]:
-    stat = path.stat()
-    return _parse(path, stat.st_mtime_ns, stat.st_size)
+def _identities(definitions: Mapping[Node, Definition]) -> list[str]:
+    """Return a hash for each definition that tells it from all others of the closure, without naming its module.
+
+    A name alone does not: two modules may each have their `_read`. So each hash takes in those of the definitions it
+    uses, round by round, until no round tells more of them apart.
+    """
+    known = {node: definition.text for node, definition in definitions.items()}
+    while True:
+        finer = {
+            node: hashlib.sha256(" ".join([text, *(known[used] for used in uses)]).encode()).hexdigest()
+            for node, (text, uses) in definitions.items()
+        }
+        if len(set(finer.values())) == len(set(known.values())):
+            return list(finer.values())
+        known = finer
 
 
-@functools.cache
-def _parse(path: Path, _mtime_ns: int, _size: int) -> tuple[str, frozenset[str]]:
-    """Return a module's own hash and the dotted names it may import from the package."""
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    digest = hashlib.sha256()
-    _hash_node(tree, digest)
-    return digest.hexdigest(), frozenset(_imports(tree))
+class _Package:
+    """The modules under one root, as they are now."""
 
+    def __init__(self, files: Mapping[str, tuple[Path, int, int]]) -> None:
+        self._files = files
+        self._names = {name for file in files for name in _above(file)}
+        self._known: dict[Node, Definition] = {}
+        self._fingerprints: dict[tuple[str, ...], str] = {}
 
-def _hash_node(node: object, digest: hashlib._Hash) -> None:
-    if isinstance(node, ast.AST):
-        digest.update(f"({type(node).__name__}".encode())
-        for field, value in ast.iter_fields(node):
-            if field in _IGNORED_FIELDS or value is None or value == []:
+    def fingerprint(self, roots: tuple[str, ...]) -> str:
+        if roots not in self._fingerprints:
+            text = "\n".join(sorted(_identities(self.closure(roots))))
+            self._fingerprints[roots] = hashlib.sha256(text.encode()).hexdigest()
+        return self._fingerprints[roots]
+
+    def closure(self, roots: Iterable[str]) -> dict[Node, Definition]:
+        waiting = [Node(*_split(name)) for name in roots]
+        found: dict[Node, Definition] = {}
+        while waiting:
+            node = waiting.pop()
+            if node in found:
                 continue
-            digest.update(f" {field}=".encode())
-            _hash_node(value, digest)
-        digest.update(b")")
-    elif isinstance(node, list):
-        for item in node:
-            if not _is_inert(item):
-                _hash_node(item, digest)
-    else:
-        digest.update(f"{type(node).__name__}:{node!r};".encode())
+            found[node] = self.definition(node)
+            waiting += found[node].uses
+            # Importing a.b.c also runs a/__init__.py and a/b/__init__.py.
+            loaded = [name for name in self.module(node.module).loads if name in self._names - PRESENTATION]
+            modules = [*_above(node.module), *loaded]
+            waiting += [Node(module, AT_IMPORT) for module in modules if self.module(module).runs_at_import]
+        return found
+
+    def module(self, name: str) -> Module:
+        # A folder without __init__.py is an empty module.
+        return _parse(*self._files[name]) if name in self._files else Module(ast.Module([], []))
+
+    def definition(self, node: Node) -> Definition:
+        if node not in self._known:
+            reader = Reader(node.module, self)
+            self._known[node] = Definition(reader.read(node), tuple(reader.uses))
+        return self._known[node]
+
+    def resolve(self, dotted: str) -> tuple[Node | str, tuple[str, ...]]:
+        """Return what an absolute dotted name means, and the attributes that are left over.
+
+        A name of this package is a `Node`; one from outside, or of a module of presentation, is text.
+        """
+        parts = dotted.split(".")
+        if parts[0] != PACKAGE:
+            return dotted, ()
+        for depth in range(1, len(parts) + 1):
+            module, rest = ".".join(parts[:depth]), parts[depth:]
+            if module in PRESENTATION:
+                return ".".join(rest), ()
+            if not rest or (rest[0] not in self.module(module).names and f"{module}.{rest[0]}" not in self._names):
+                return Node(module, None), tuple(rest)
+            if rest[0] in self.module(module).names:
+                break
+        found = self.module(module)
+        if rest[0] in found.statements:
+            return Node(module, rest[0]), tuple(rest[1:])
+        return self.resolve(".".join([found.imports[rest[0]][-1], *rest[1:]]))
 
 
-def _is_inert(node: object) -> bool:
-    """Bare strings (docstrings of modules, classes, functions and fields) and type-only imports do nothing."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return isinstance(node, ast.If) and _is_type_checking(node.test) and not node.orelse
+def _package(root: Path | None) -> _Package:
+    root = root or Path(__file__).parents[2]
+    paths = sorted((root / PACKAGE).rglob("*.py"))
+    stats = [path.stat() for path in paths]
+    return _read_package(root, tuple((p, s.st_mtime_ns, s.st_size) for p, s in zip(paths, stats, strict=True)))
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
+@functools.lru_cache(maxsize=2)
+def _read_package(root: Path, files: tuple[tuple[Path, int, int], ...]) -> _Package:
+    return _Package({_dotted(file[0].relative_to(root)): file for file in files})
 
 
-def _imports(tree: ast.AST) -> Iterable[str]:
-    for child in ast.iter_child_nodes(tree):
-        if _is_inert(child):
-            continue
-        if isinstance(child, ast.Import):
-            yield from (alias.name for alias in child.names if alias.name.split(".")[0] == PACKAGE)
-        elif isinstance(child, ast.ImportFrom):
-            if child.level:
-                raise ValueError("relative imports are not used in this package: the fingerprint reads absolute ones")
-            if child.module and child.module.split(".")[0] == PACKAGE:
-                yield child.module
-                yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        else:
-            yield from _imports(child)
+def _above(module: str) -> list[str]:
+    """Return `a`, `a.b` and `a.b.c` for `a.b.c`."""
+    parts = module.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(path: Path, _mtime_ns: int, _size: int) -> Module:
+    return Module(ast.parse(path.read_bytes(), filename=str(path)))

@@ -21,7 +21,7 @@ class Stage:
     sections: tuple[str, ...]
     """Sections of the configuration that the stage sees, and that its key covers."""
     engine_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Engine -> modules that count only with it, and that nothing imports by name."""
+    """Engine -> modules that count only with it, and that are loaded by a string: all of their code counts."""
     machine: bool = False
     """Whether it computes with a model, and so is told about the machine."""
 
@@ -69,11 +69,14 @@ def stage_settings(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def stage_fingerprint(name: str, settings: Mapping[str, Any]) -> str:
     """Return the fingerprint of the code that makes a stage's artifact under these settings.
 
-    The module of the chosen engine counts where the stage uses an engine; the other engines' do not.
+    The code of the chosen engine counts where the stage uses an engine; that of the others does not.
+    The supervisor of a managed server does not count either, though it is started by a string: it ends processes and
+    never sees a request or an answer.
     """
     stage = STAGES[name]
-    modules: tuple[str, ...] = (stage.module,)
+    # The settings reach `make` as objects that another module builds.
+    roots = [f"{stage.module}:make", *(f"eagle3.config.{section}" for section in stage.sections)]
     if "engine" in stage.sections:
         engine = settings["engine"]["name"]
-        modules += (ENGINES[engine], *stage.engine_modules.get(engine, ()))
-    return fingerprint(modules)
+        roots += [f"{ENGINES[engine]}:open_engine", *stage.engine_modules.get(engine, ())]
+    return fingerprint(roots)

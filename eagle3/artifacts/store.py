@@ -28,6 +28,7 @@ from eagle3.artifacts import manifest as manifests
 from eagle3.artifacts.manifest import FileEntry, Manifest
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
+from eagle3.files.atomic import atomic_write
 from eagle3.files.hashing import sha256
 
 Inputs = Mapping[str, Sequence[Path]]
@@ -217,10 +218,8 @@ def _commit(work: Path, entry: Path, manifest: Manifest) -> None:
         if path.name.startswith(SCRATCH):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     text = orjson.dumps(manifest.model_dump(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    with (work / manifests.NAME).open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with atomic_write(work / manifests.NAME) as temporary:
+        temporary.write_bytes(text)
     # Libraries write through temporary files that only their owner may read; a file just opened has the usual mode.
     usual = stat.S_IMODE((work / manifests.NAME).stat().st_mode)
     for name in manifest.files:

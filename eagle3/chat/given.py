@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from eagle3.chat.message import ChatPrompt, Message
+from eagle3.chat.message import ChatPrompt
 from eagle3.chat.rebuild import after_content, finished_text, heads, until_end
-from eagle3.chat.template import Chat, UnrenderableError
+from eagle3.chat.template import Chat
 from eagle3.console import progress
-from eagle3.files.records import Record
+from eagle3.errors import RejectedError
+from eagle3.records import Message, Prompt, Response, Turn
 
 NAME = "given"
 
@@ -26,12 +27,12 @@ NAME = "given"
 _BATCH = 256
 
 
-def is_given(prompt: Record) -> bool:
+def is_given(prompt: Prompt) -> bool:
     """Whether a prompt holds its answers."""
     return any(message["role"] == "assistant" for message in prompt["messages"])
 
 
-def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapping[str, Any]) -> Iterator[Record]:
+def answer_as_given(chat: Chat, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> Iterator[Response]:
     """Yield one response per prompt, in order.
 
     A turn that cannot be used has an `error`, and the conversation ends with it: `special_token_in_text` and
@@ -39,7 +40,7 @@ def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapp
     `answer_not_written` if its template leaves out a part of the answer.
     """
     with progress(len(prompts), "given answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
-        waiting: deque[tuple[list[tuple[Record, list[_Turn]]], Future[list[list[int]]]]] = deque()
+        waiting: deque[tuple[list[tuple[Prompt, list[_Answer]]], Future[list[list[int]]]]] = deque()
         for start in range(0, len(prompts), _BATCH):
             batch = [(prompt, _turns(chat, prompt, template_kwargs)) for prompt in prompts[start : start + _BATCH]]
             texts = [text for _, turns in batch for turn in turns for text in turn.texts]
@@ -54,7 +55,7 @@ def answer_as_given(chat: Chat, prompts: Sequence[Record], template_kwargs: Mapp
                     yield {"id": prompt["id"], "source": prompt["source"], "engine": {"name": NAME}, "turns": records}
 
 
-class _Turn(NamedTuple):
+class _Answer(NamedTuple):
     """One answer and its context, before tokenising."""
 
     request: ChatPrompt
@@ -64,8 +65,8 @@ class _Turn(NamedTuple):
     error: str | None = None
 
 
-def _turns(chat: Chat, prompt: Record, template_kwargs: Mapping[str, Any]) -> list[_Turn]:
-    turns: list[_Turn] = []
+def _turns(chat: Chat, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[_Answer]:
+    turns: list[_Answer] = []
     for place, message in enumerate(prompt["messages"]):
         if message["role"] != "assistant":
             continue
@@ -77,9 +78,9 @@ def _turns(chat: Chat, prompt: Record, template_kwargs: Mapping[str, Any]) -> li
         try:
             _check(chat, message)
             asked = chat.render_text(request.messages, tools=request.tools, template_kwargs=template_kwargs)
-            turns.append(_Turn(request, message, (asked, *_answer(chat, request, message, asked))))
-        except UnrenderableError as error:
-            turns.append(_Turn(request, message, error=f"{error.code}: {error.detail}"))
+            turns.append(_Answer(request, message, (asked, *_answer(chat, request, message, asked))))
+        except RejectedError as error:
+            turns.append(_Answer(request, message, error=str(error)))
             break
     return turns
 
@@ -88,9 +89,10 @@ def _answer(chat: Chat, request: ChatPrompt, message: Message, asked: str) -> tu
     """Return the answer's text if the template writes all of it behind the prompt, else its parts."""
     reasoning, content = message.get("reasoning", ""), message["content"]
     finished = finished_text(chat, request, message)
-    silent = {key: value for key, value in message.items() if key != "tool_calls"}
-    if "tool_calls" in message and finished == finished_text(chat, request, silent):
-        raise UnrenderableError("answer_not_written", "the chat template leaves out calls of tools")
+    without_calls = message.copy()
+    without_calls.pop("tool_calls", None)
+    if "tool_calls" in message and finished == finished_text(chat, request, without_calls):
+        raise RejectedError("answer_not_written", "the chat template leaves out calls of tools")
     written = finished.removeprefix(asked)
     thought, said = "", written
     opening, closing = map(chat.control.__getitem__, chat.reasoning_ids) if chat.reasoning_ids else ("", "")
@@ -106,14 +108,14 @@ def _check(chat: Chat, message: Message) -> None:
     """Text of an answer becomes no control token, but for marks that the target itself writes, such as of calls."""
     reasoning = message.get("reasoning", "")
     if reasoning and chat.reasoning_ids is None:
-        raise UnrenderableError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
+        raise RejectedError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
     calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", ())]
     for text in (message["content"], reasoning, *chain.from_iterable(calls)):
         if (found := chat.control_in(text)) and (wrong := [mark for mark in found if mark not in chat.marks]):
-            raise UnrenderableError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
+            raise RejectedError("special_token_in_text", f"{wrong[0]!r} in an assistant message")
 
 
-def _record(chat: Chat, turn: _Turn, encoded: list[list[int]]) -> Record:
+def _record(chat: Chat, turn: _Answer, encoded: list[list[int]]) -> Turn:
     prompt_ids: list[int] = []
     token_ids: list[int] = []
     finish = "error"

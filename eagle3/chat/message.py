@@ -1,11 +1,11 @@
-"""What a conversation is made of."""
+"""What a chat template renders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]
+from eagle3.records import Message
 
 
 @dataclass(frozen=True, kw_only=True)

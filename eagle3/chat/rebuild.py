@@ -10,20 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eagle3.chat.message import ChatPrompt, Message
-from eagle3.chat.template import Chat, UnrenderableError, with_mapping
+from eagle3.chat.message import ChatPrompt
+from eagle3.chat.template import Chat, with_mapping
+from eagle3.errors import RejectedError
+from eagle3.records import Message
 
 # Stands for the content while the template writes what follows it.
 _CONTENT = "\u241f content \u241f"
-
-
-class RebuildError(Exception):
-    """The ids of an answer cannot be known; `code` is stable, for counting."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code = code
-        self.detail = detail
-        super().__init__(f"{code}: {detail}")
 
 
 def rebuild(
@@ -45,7 +38,7 @@ def rebuild(
         count: the endpoint's number of generated tokens.
 
     Raises:
-        RebuildError: `rebuilt_length`: no way to put the parts together has `count` tokens.
+        RejectedError: `rebuilt_length`: no way to put the parts together has `count` tokens.
     """
     reasoning, content = chat.encode([message.get("reasoning") or "", message["content"]])
     tails = [[]] if finish_reason == "length" else list(_tails(chat, request, message))
@@ -56,7 +49,7 @@ def rebuild(
             if len(ids) == count:
                 return ids
             lengths.append(len(ids))
-    raise RebuildError("rebuilt_length", f"{' or '.join(map(str, lengths))} tokens, the endpoint counted {count}")
+    raise RejectedError("rebuilt_length", f"{' or '.join(map(str, lengths))} tokens, the endpoint counted {count}")
 
 
 def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterator[list[int]]:
@@ -92,12 +85,12 @@ def after_content(chat: Chat, request: ChatPrompt, message: Message) -> str:
     """Return what stands behind the content of a finished answer: calls of tools, and the end of the turn.
 
     Raises:
-        UnrenderableError: the template refuses the answer, or leaves out the content beside calls.
+        RejectedError: the template refuses the answer, or leaves out the content beside calls.
     """
-    answer = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls")}
+    answer: Message = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls") or []}
     _, found, rest = finished_text(chat, request, answer).rpartition(_CONTENT)
     if not found:
-        raise UnrenderableError("answer_not_written", "the chat template leaves out the text of an answer")
+        raise RejectedError("answer_not_written", "the chat template leaves out the text of an answer")
     return rest
 
 
@@ -105,7 +98,7 @@ def finished_text(chat: Chat, request: ChatPrompt, message: Message) -> str:
     """Return the conversation with its answer as the template writes it, arguments of calls word for word.
 
     Raises:
-        UnrenderableError: the template refuses the answer.
+        RejectedError: the template refuses the answer.
     """
     calls = message.get("tool_calls") or []
     arguments = [call["function"]["arguments"] for call in calls]
@@ -113,7 +106,7 @@ def finished_text(chat: Chat, request: ChatPrompt, message: Message) -> str:
         text = _render(chat, request, message, calls)
         if all(argument in text for argument in arguments):
             return text
-    except UnrenderableError:
+    except RejectedError:
         if not calls:
             raise
     # A template that wants the arguments as a mapping has quoted the string, or failed.
@@ -121,7 +114,8 @@ def finished_text(chat: Chat, request: ChatPrompt, message: Message) -> str:
 
 
 def _render(chat: Chat, request: ChatPrompt, message: Message, calls: list[dict[str, Any]]) -> str:
-    answer = {key: value for key, value in message.items() if key != "tool_calls"}
+    answer = message.copy()
+    answer.pop("tool_calls", None)
     if calls:
         answer["tool_calls"] = calls
     return chat.write(request.messages, answer, request.tools, request.template_kwargs)

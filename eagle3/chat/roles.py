@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
-from eagle3.chat.message import Message
-from eagle3.chat.template import Chat, UnrenderableError
-from eagle3.files.records import Record
+from eagle3.chat.template import Chat
+from eagle3.errors import RejectedError
+from eagle3.records import Message, Sample
 
 ROLES = ("system", "user", "tool", "history", "reasoning", "answer", "special")
 
@@ -39,7 +39,7 @@ class Roles:
         found = {role: header for role, text in _headers(chat).items() if (header := self._ids(role, text))}
         self._headers = sorted(((header, role) for role, header in found.items()), key=lambda entry: -len(entry[0]))
 
-    def segments(self, sample: Record) -> list[Segment]:
+    def segments(self, sample: Sample) -> list[Segment]:
         """Return the segments of a sample, in order; all tokens are in one of them."""
         ids = sample["input_ids"]
         roles = list(self._prompt(ids[: sample["spans"][0][0]]))
@@ -106,7 +106,7 @@ def _probe(chat: Chat, roles: Sequence[str], *, ask: bool = False) -> Iterator[t
     messages = [_message(role, _MARK.format(number)) for number, role in enumerate(roles)]
     try:
         rest = chat.apply(messages, None, {}, generate=ask)
-    except UnrenderableError:
+    except RejectedError:
         return
     for role, message in zip(roles, messages, strict=True):
         header, mark, rest = rest.partition(message["content"])
@@ -120,7 +120,7 @@ def _message(role: str, text: str) -> Message:
     if role == "call":
         return {"role": "assistant", "content": text, "tool_calls": [_CALL, {**_CALL, "id": "functions.f:1"}]}
     if role == "tool":
-        return {"role": role, "content": text, "tool_call_id": _CALL["id"], "name": "f"}
+        return {"role": role, "content": text, "tool_call_id": str(_CALL["id"]), "name": "f"}
     return {"role": role, "content": text}
 
 

@@ -16,21 +16,12 @@ from typing import Any
 
 import orjson
 
-from eagle3.chat.message import Message
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
+from eagle3.records import Message
 from eagle3.target.pin import Target
 
 # Tokens between which models of several families put their reasoning.
 _REASONING_MARKERS = (("<think>", "</think>"), ("◁think▷", "◁/think▷"), ("[THINK]", "[/THINK]"))
-
-
-class UnrenderableError(Eagle3Error):
-    """One conversation cannot become a prompt; `code` is stable, for counting."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code = code
-        self.detail = detail
-        super().__init__("a conversation cannot be rendered", found=f"{code}: {detail}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class Chat:
             template_kwargs: arguments of the template, e.g. `enable_thinking`.
 
         Raises:
-            UnrenderableError: `special_token_in_text` if text would turn into a control token,
+            RejectedError: `special_token_in_text` if text would turn into a control token,
                 `template_error` if the template refuses the conversation.
         """
         return self.encode([self.render_text(messages, tools=tools, template_kwargs=template_kwargs)])[0]
@@ -93,11 +84,11 @@ class Chat:
     ) -> str:
         """Like `render`, before tokenising."""
         for message in messages:
-            texts = (message.get(key) or "" for key in ("content", "name", "tool_call_id"))
+            texts = (message["content"], message.get("name") or "", message.get("tool_call_id") or "")
             if message["role"] != "assistant" and (found := [mark for text in texts for mark in self.control_in(text)]):
-                raise UnrenderableError("special_token_in_text", f"{found[0]!r} in a {message['role']} message")
+                raise RejectedError("special_token_in_text", f"{found[0]!r} in a {message['role']} message")
         if tools and (found := self.control_in(orjson.dumps(tools).decode())):
-            raise UnrenderableError("special_token_in_text", f"{found[0]!r} in the schema of a tool")
+            raise RejectedError("special_token_in_text", f"{found[0]!r} in the schema of a tool")
         return self.write(messages, None, tools, template_kwargs or {})
 
     def write(
@@ -112,13 +103,13 @@ class Chat:
         Arguments of calls in the history become mappings, as engines have it and most templates want it.
 
         Raises:
-            UnrenderableError: `template_error`.
+            RejectedError: `template_error`.
         """
         last = [] if answer is None else [answer]
         parsed = [_with_mappings(message) for message in history]
         try:
             return self.apply([*parsed, *last], tools, template_kwargs, generate=answer is None)
-        except UnrenderableError:
+        except RejectedError:
             if parsed == list(history):
                 raise
             return self.apply([*history, *last], tools, template_kwargs, generate=answer is None)
@@ -135,10 +126,10 @@ class Chat:
             return []
         return [self.control[id] for id in self.encode([text])[0] if id in self.control]
 
-    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+    def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Message:
         """Return the assistant message that generated ids stand for, as the history of later turns has it."""
         reasoning, content = self.split_reasoning(prompt_ids, token_ids)
-        message = {"role": "assistant", "content": self._decode(content)}
+        message: Message = {"role": "assistant", "content": self._decode(content)}
         if reasoning is not None:
             message["reasoning"] = self._decode(reasoning)
         return message
@@ -195,7 +186,7 @@ class Chat:
         """Return what the template writes.
 
         Raises:
-            UnrenderableError: `template_error`.
+            RejectedError: `template_error`.
         """
         import jinja2
 
@@ -208,7 +199,7 @@ class Chat:
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise UnrenderableError("template_error", str(error)) from None
+            raise RejectedError("template_error", str(error)) from None
         return str(text)
 
 
@@ -288,15 +279,17 @@ def _reasoning_ids(tokenizer: Any) -> tuple[int, int] | None:
 
 def _probe(chat: Chat, target: Target, *, answered: bool) -> list[int]:
     """Render a tiny conversation; without its system message if the template knows none."""
-    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
-    tail = [{"role": "assistant", "content": "c"}] if answered else []
+    system: Message = {"role": "system", "content": "a"}
+    rest: list[Message] = [{"role": "user", "content": "b"}]
+    if answered:
+        rest.append({"role": "assistant", "content": "c"})
     try:
-        return chat.encode([chat.apply([system, user, *tail], None, {}, generate=not answered)])[0]
-    except UnrenderableError:
+        return chat.encode([chat.apply([system, *rest], None, {}, generate=not answered)])[0]
+    except RejectedError:
         pass
     try:
-        return chat.encode([chat.apply([user, *tail], None, {}, generate=not answered)])[0]
-    except UnrenderableError as error:
+        return chat.encode([chat.apply(rest, None, {}, generate=not answered)])[0]
+    except RejectedError as error:
         raise Eagle3Error(
             "the target's chat template cannot render a plain conversation",
             where=target.path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.pretty import pprint
@@ -12,7 +13,8 @@ from rich.text import Text
 
 from eagle3.chat.roles import ROLES, Roles
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import Record, read_records
+from eagle3.files.records import read_records
+from eagle3.records import Sample
 from eagle3.target.pin import load_target
 
 STYLES = {
@@ -59,7 +61,7 @@ def legend() -> Text:
     return Text("  ").join([*names, Text("trained on", style="bold underline")])
 
 
-def coloured(sample: Record, roles: Roles) -> Text:
+def coloured(sample: Sample, roles: Roles) -> Text:
     """Return a sample's text, coloured by role; what is trained on is bold and underlined."""
     text = Text()
     for segment in roles.segments(sample):
@@ -71,7 +73,7 @@ def _style(role: str, *, generated: bool) -> str:
     return f"bold underline {STYLES[role]}" if generated else STYLES[role]
 
 
-def _chosen(file: Path, sample: str | None, count: int) -> Iterator[Record]:
+def _chosen(file: Path, sample: str | None, count: int) -> Iterator[Any]:
     records = read_records(file)
     if sample is None:
         return itertools.islice(records, count)

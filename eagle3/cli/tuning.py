@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from eagle3.chat.message import Message
 from eagle3.engines.base import GenerationRequest, Sampling
 from eagle3.engines.tuning import tune_concurrency
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records
+from eagle3.records import Message
 from eagle3.report import figures
 from eagle3.target.pin import load_target
 

@@ -32,7 +32,7 @@ from eagle3.errors import Eagle3Error
 
 # Sections whose `seed` follows the top-level one unless they set their own.
 _SEEDED = ("synthetic", "prompts", "responses", "dataset", "draft")
-# What serving takes over from how the responses were made, unless it is set.
+# Settings of `acceptance` that follow those of `responses` unless set.
 _SERVED_LIKE_RESPONSES = ("temperature", "top_p")
 
 
@@ -40,9 +40,12 @@ class Config(Settings):
     """Everything a user can set."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the folder under `results/`."""
+    """Name of the folder under `results/`: letters, digits, `.`, `_` and `-`. All runs share one store, so a new name
+    recomputes nothing that is unchanged."""
     seed: int = 0
-    """Seed of every random choice."""
+    """Seed of every random choice. Sections with a `seed` of their own follow it unless they set one.
+
+    A change reruns everything from the prompts on."""
     target: TargetSettings = TargetSettings()
     engine: EngineSettings = EngineSettings()
     synthetic: SyntheticSettings = SyntheticSettings()
@@ -86,10 +89,10 @@ def resolve(values: Mapping[str, Any], origin: str = "the configuration") -> Con
         raise _explain(faults[0], origin) from None
     if config.prompts.synthetic and config.engine.name == "openai":
         raise Eagle3Error(
-            "the target cannot write prompts itself through this engine",
+            "the target cannot write prompts through this engine",
             where=f"{origin}, key `prompts.sources`",
-            found="a source with `synthetic: true`, and `engine.name: openai`, which takes messages but no token ids",
-            remedy="set engine.name to vllm or transformers, or use another source",
+            found="a source with `synthetic: true` and `engine.name: openai`, which does not accept token ids",
+            remedy="set `engine.name` to vllm or transformers, or use another source",
         )
     return config
 
@@ -103,13 +106,13 @@ def load(paths: Sequence[Path]) -> Config:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise Eagle3Error("a configuration file cannot be read", where=path, found=error) from None
         if not isinstance(values, dict):
-            raise Eagle3Error("a configuration file holds no settings", where=path, expected="a YAML mapping")
+            raise Eagle3Error("a configuration file has no settings", where=path, expected="a YAML mapping")
         merge(merged, values)
     return resolve(merged, ", ".join(map(str, paths)))
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Override `base` in place, mapping by mapping, as Snakemake does with several config files."""
+    """Override `base` in place, mapping by mapping, as Snakemake does with several configuration files."""
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
             merge(base[key], value)

@@ -1,4 +1,4 @@
-"""Settings of the engine that runs the target model, and of the machine it runs on."""
+"""`engine`: what runs the target model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ EngineName = Literal["transformers", "vllm", "openai"]
 
 
 class EngineSettings(Settings):
-    """What decides the tokens and hidden states that the engine returns; part of the artifacts' keys."""
+    """What determines the tokens and hidden states that the engine returns; part of the artifacts' keys."""
 
     name: EngineName = "transformers"
-    """`transformers` runs in process on any device; `vllm` is managed by us or already running elsewhere;
-    `openai` is any compatible endpoint (responses only)."""
+    """`transformers` runs in the job's own process, on any device. `vllm` must be installed. `openai` is any
+    compatible endpoint, for responses only.
+
+    `transformers` for the demo and small targets, `vllm` for everything large."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute type of the target. `auto`: the checkpoint's type on a GPU and on CPUs with bf16 units, else float32."""
+    """Data type the target computes in. `auto` is the checkpoint's type on GPUs and on CPUs with bf16 support,
+    `float32` elsewhere.
+
+    Set the type you serve with."""
     batch_size: int = Field(default=32, ge=1)
-    """Sequences that the embedded engine runs at a time. Rounding depends on it, so it is part of the key."""
+    """Sequences that `transformers` computes at a time.
+
+    Lower it if memory runs out. Rounding depends on the batch, so a change reruns."""
     model: str | None = None
-    """The target's name at `machine.base_url`; null takes the only one that is served there."""
+    """Name of the target on the server at `machine.base_url`; null takes the only one."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of a managed vLLM that bear on its answers, such as `--reasoning-parser`, `--max-model-len`."""
+    """Extra arguments of the vLLM server that affect its output: `[--max-model-len, "32768", --reasoning-parser,
+    kimi_k2]`.
+
+    Arguments that only affect speed and memory go under `machine.engine_arguments`."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from eagle3.config.base import Settings
-
-if TYPE_CHECKING:
-    pass
 
 
 class ExportSettings(Settings):
     """Formats to write."""
 
     speculators: bool = False
-    """Also write the speculators format, for `vllm serve <draft>` in one step (Llama-type drafts only)."""
+    """Also write the speculators format (Llama-type drafts only).
+
+    Set it to start target and draft with a single `vllm serve DRAFT`."""

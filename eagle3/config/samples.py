@@ -13,17 +13,29 @@ class SamplesSettings(Settings):
     """What counts as a clean sample."""
 
     max_length: int = Field(default=2048, ge=8)
-    """Most tokens of a sample (prompt and answer)."""
+    """Maximum number of tokens in a sample, prompt and answer.
+
+    Raise it with `responses.max_tokens`. Capture and training need more memory for longer samples."""
     too_long: Literal["cut", "reject"] = "cut"
-    """Longer samples lose the end of their answer, or are rejected."""
+    """`cut` shortens the answer of a longer sample and marks it; `reject` drops the sample. A prompt that leaves
+    no room for an answer is always rejected."""
     min_generated: int = Field(default=4, ge=1)
-    """Fewest generated tokens worth training on."""
+    """Minimum number of generated tokens."""
     truncated: Literal["keep", "reject"] = "keep"
-    """Answers cut off by the token limit: their prefix is still what the target would say."""
+    """`keep` or `reject` answers cut off by the token limit. Their beginning is still what the target would say.
+
+    Set `reject` if many end in the middle of their reasoning."""
     require_reasoning: bool = False
-    """Reject answers without reasoning. Set it for a target that is served thinking."""
+    """Reject answers without reasoning.
+
+    Set it for a target that is served with thinking on."""
     max_repeats: int = Field(default=8, ge=2)
-    """Reject an answer with a passage that stands in it more often than this in a row, over 32 tokens at least."""
+    """Maximum number of times a passage may repeat back to back, over at least 32 tokens. An answer with more
+    repeats is rejected: the target was stuck in a loop.
+
+    Raise it if tables with rows of equal values are rejected."""
     allowed_tokens: tuple[str, ...] = ()
-    """Special tokens that belong inside answers although the template also divides turns by them (gpt-oss:
-    `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`)."""
+    """Special tokens that may occur inside an answer although the chat template also uses them between turns. Answers
+    with any other are rejected.
+
+    For gpt-oss: `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`."""

@@ -1,25 +1,29 @@
-"""`synthetic`: user turns that the target writes itself."""
+"""`synthetic`: user turns written by the target."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from eagle3.config.base import Settings
-
-if TYPE_CHECKING:
-    pass
 
 
 class SyntheticSettings(Settings):
     """How the target writes user turns, for a prompt source with `synthetic: true`."""
 
     count: int = Field(default=1000, ge=1)
-    """Turns to sample; the unusable ones among them are rejected."""
+    """User turns to sample.
+
+    Sample more than you need: some are unusable, and some are duplicates."""
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens of a turn; one that does not end by then is rejected."""
+    """Maximum number of tokens in a turn. A turn that does not end by then is rejected."""
     temperature: float = Field(default=1.0, gt=0)
-    """Lower values give more usable turns, and more alike."""
+    """Sampling temperature.
+
+    Lower it for a larger share of usable turns and less variety."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling threshold.
+
+    0.95 gives more sensible turns and less variety."""
     seed: int = 0
+    """Seed of the sampling. Each turn's seed is derived from it and the turn's number, so a larger `count` keeps the
+    earlier turns. Follows the top-level `seed` unless set."""

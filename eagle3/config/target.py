@@ -1,21 +1,23 @@
-"""`target`: which model is served faster."""
+"""`target`: the model to serve faster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from eagle3.config.base import Settings
-
-if TYPE_CHECKING:
-    pass
 
 
 class TargetSettings(Settings):
-    """Which model is to be served faster."""
+    """The model to serve faster."""
 
     model: str = "smollm2-135m-instruct"
-    """`smollm2-135m-instruct` (the demo, made from a pinned PyPI wheel), a local folder, or a hub id."""
+    """A local folder with safetensors, a hub id such as `org/name`, or `smollm2-135m-instruct`, the demo target (built
+    from a pinned package; needs no hub).
+
+    Use a local folder for large models."""
     revision: str | None = None
-    """Revision of a hub id: a commit, for a run that can be repeated."""
+    """Commit of a hub id; null takes the newest. Ignored for folders, whose content is hashed.
+
+    Set it to make the run reproducible."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
+    """Run the Python code that comes with the model.
+
+    Set it only if the model does not load otherwise, and you have read that code."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eagle3.chat.message import ChatPrompt, Message
+from eagle3.chat.message import ChatPrompt
+from eagle3.records import Message
 
 if TYPE_CHECKING:
     import torch

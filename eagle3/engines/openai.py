@@ -10,14 +10,14 @@ from types import TracebackType
 
 from openai import AsyncOpenAI
 
-from eagle3.chat.rebuild import RebuildError, rebuild
-from eagle3.chat.template import UnrenderableError, load_chat
+from eagle3.chat.rebuild import rebuild
+from eagle3.chat.template import load_chat
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
-from eagle3.engines.http.client import Client, RequestFailedError, ServerLostError, api_key
+from eagle3.engines.http.client import Client, ServerLostError, api_key
 from eagle3.engines.http.completion import body_of, read_message, read_raw
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.target.pin import Target
 
 
@@ -99,13 +99,13 @@ class OpenAIEngine:
             usage = answer.get("usage") or {}
             if usage.get("prompt_tokens") != len(prompt_ids):
                 detail = f"{len(prompt_ids)} tokens, the endpoint counted {usage.get('prompt_tokens')}"
-                raise RebuildError("prompt_length", detail)
+                raise RejectedError("prompt_length", detail)
             choice = answer["choices"][0]
             message = read_message(choice)
             token_ids = rebuild(
                 self._chat, request, prompt_ids, message, choice["finish_reason"], usage["completion_tokens"]
             )
-        except (RequestFailedError, RebuildError, UnrenderableError) as error:
+        except RejectedError as error:
             return failed(request, error.code, error.detail)
         return Generation(
             id=request.id,

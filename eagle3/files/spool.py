@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 import zstandard
-
-from eagle3.files.records import Record
 
 _BUFFER_BYTES = 1 << 18
 
@@ -29,14 +28,14 @@ class Spool:
         # Level 1: written once, read once.
         self._compressor = zstandard.ZstdCompressor(level=1)
 
-    def add(self, key: str, record: Record) -> None:
+    def add(self, key: str, record: Mapping[str, object]) -> None:
         """Keep a record under `key`, hexadecimal digits that are evenly distributed (a hash)."""
         buffer = self._buffers.setdefault(key[:2], bytearray())
         buffer += b"%s %s\n" % (key.encode(), orjson.dumps(record))
         if len(buffer) >= _BUFFER_BYTES:
             self._flush(key[:2])
 
-    def __iter__(self) -> Iterator[tuple[str, Record]]:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield key and record in the order of the keys; equal keys in the order of the records' bytes."""
         for bucket in sorted(self._buffers):
             self._flush(bucket)

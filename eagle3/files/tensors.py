@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+
+from eagle3.files.atomic import atomic_write
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
@@ -25,9 +26,5 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
     header = orjson.dumps(orjson.loads(data[8 : 8 + length]), option=orjson.OPT_SORT_KEYS)
     # Tensor data starts at a multiple of 8, as the format's own writer has it.
     header += b" " * (-len(header) % 8)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header + data[8 + length :])
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])

@@ -12,7 +12,7 @@ import numpy as np
 
 from eagle3 import console
 from eagle3.errors import Eagle3Error
-from eagle3.files.records import sync
+from eagle3.files.atomic import atomic_write, sync
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Statistics, audit_shard
 from eagle3.hidden_states.capture_log import FOLDER, Log, log_path, read_recipe, write_recipe
@@ -102,15 +102,9 @@ class Progress:
         for number, log in sorted(self.logs.items()):
             entries = sorted(log.entries.values(), key=lambda entry: entry.id)
             entries = _with_teacher(entries, self.recipe, head)
-            temporary = self._folder / f".shard-{number}.tmp"
-            try:
+            with atomic_write(shard_path(self._folder, number)) as temporary:
                 write_shard(temporary, self.recipe, number, self._shards, entries)
                 found = self._read_back(temporary)
-            except BaseException:
-                # On a full disk, an unfinished shard would take the room that the user makes.
-                temporary.unlink(missing_ok=True)
-                raise
-            temporary.replace(shard_path(self._folder, number))
             sync(self._folder)
             log.remove()
             self.finished[number] = found

@@ -1,4 +1,4 @@
-"""The shard file: one safetensors file that holds many samples; `config/hidden-states.md` is its specification.
+"""The shard file: one safetensors file that holds many samples; `docs/hidden-states.md` is its specification.
 
     header      JSON of safetensors; its metadata says what was captured, of which target, by which engine
     index       small tensors: who the samples are, and where each frame of each sample lies

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from eagle3.chat.message import Message
-from eagle3.prompts.sources import RejectedError
+from eagle3.errors import RejectedError
+from eagle3.records import Message
 
 _REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 _OPENING, _CLOSING = "<think>", "</think>"
@@ -64,8 +64,12 @@ def read_call(text: str) -> Message:
 
 def read_result(message: Mapping[str, Any], text: str) -> Message:
     """Return the message of a tool."""
-    kept = {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
-    return {"role": "tool", "content": text, **kept}
+    result: Message = {"role": "tool", "content": text}
+    if isinstance(id := message.get("tool_call_id"), str):
+        result["tool_call_id"] = id
+    if isinstance(name := message.get("name"), str):
+        result["name"] = name
+    return result
 
 
 def join_answers(first: Message, second: Message) -> None:
@@ -76,7 +80,8 @@ def join_answers(first: Message, second: Message) -> None:
     """
     if "reasoning" in second and (first["content"] or "tool_calls" in first or "reasoning" in first):
         raise RejectedError("role_order", "two answers in a row that both reason")
-    first |= {key: second[key] for key in ("reasoning",) if key in second}
+    if "reasoning" in second:
+        first["reasoning"] = second["reasoning"]
     first["content"] = "\n\n".join(text for text in (first["content"], second["content"]) if text)
     if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
         first["tool_calls"] = calls

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.config.prompts import DecontaminationSettings
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import find_files
 from eagle3.prompts.conversations import detect_forms, to_conversation
-from eagle3.prompts.sources import RejectedError, Row, read_rows
+from eagle3.prompts.sources import Row, read_rows
 
 if TYPE_CHECKING:
     import numpy as np

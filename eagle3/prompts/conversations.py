@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from eagle3.chat.message import Message
 from eagle3.config.prompts import Form
+from eagle3.errors import RejectedError
 from eagle3.prompts.answers import join_answers, number_calls, read_answer, read_call, read_result
-from eagle3.prompts.sources import RejectedError
+from eagle3.records import Message
 
 _LISTS = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")

@@ -11,16 +11,16 @@ import orjson
 
 from eagle3.config.prompts import Form, PromptsSettings, SourceSettings
 from eagle3.console import progress, say
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import find_files
 from eagle3.files.hashing import fraction_of, hash_of
-from eagle3.files.records import Record
 from eagle3.files.spool import Spool
 from eagle3.prompts.contamination import Contamination
 from eagle3.prompts.conversations import Conversation, detect_forms, to_conversation
 from eagle3.prompts.filter import Filter
 from eagle3.prompts.hub import read_hub
-from eagle3.prompts.sources import RejectedError, Row, read_rows, stem
+from eagle3.prompts.sources import Row, read_rows, stem
+from eagle3.records import Prompt, Reject
 
 
 class Origin(NamedTuple):
@@ -66,7 +66,7 @@ class Reader:
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._rejects: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def rejects(self) -> Iterator[Record]:
+    def rejects(self) -> Iterator[Reject]:
         """Read everything; yield a record for every row that cannot be used."""
         for number, source in enumerate(self._settings.sources):
             wanted = Filter(source.where)
@@ -90,7 +90,7 @@ class Reader:
             if not usable:
                 raise _useless(source, fault_at or wanted.explain())
 
-    def kept(self) -> Iterator[Record]:
+    def kept(self) -> Iterator[Prompt]:
         """Yield the prompts that remain after limits, sorted by id."""
         limits = [source.limit for source in self._settings.sources]
         # Of a limited source, those with the lowest ranks stay.
@@ -100,7 +100,7 @@ class Reader:
             if (limit := limits[number]) is not None and len(ranks) > limit
         }
         for _, entry in self._spool:
-            prompt = entry["prompt"]
+            prompt: Prompt = entry["prompt"]
             counts = self._counts[prompt["source"]]
             cut = cuts.get(entry["number"])
             if cut is not None and hash_of(self._settings.seed, prompt["id"]) >= cut:
@@ -169,12 +169,12 @@ class Reader:
             self._ranks[number].append(rank)
         if conversation.cut:
             self._counts[name]["cut at a tool's result"] += 1
-        prompt = {"id": id, "source": name, "messages": conversation.messages}
+        prompt: Prompt = {"id": id, "source": name, "messages": conversation.messages}
         if conversation.tools:
             prompt["tools"] = conversation.tools
         self._spool.add(id, {"number": number, "prompt": prompt})
 
-    def _reject(self, fault: RejectedError, origin: Origin, row: Row) -> Record:
+    def _reject(self, fault: RejectedError, origin: Origin, row: Row) -> Reject:
         self._rejects[origin.name][fault.code] += 1
         return {
             "id": f"{Path(origin.place).name}:{row.number}",

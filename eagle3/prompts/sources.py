@@ -15,20 +15,11 @@ from typing import Any, NamedTuple
 import orjson
 import zstandard
 
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import SUFFIXES
 
 _CHUNK = 1 << 18
 _PARQUET_ROWS = 2048
-
-
-class RejectedError(Exception):
-    """One row cannot be used; `code` is stable, for counting."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        self.code = code
-        self.detail = detail
-        super().__init__(f"{code}: {detail}" if detail else code)
 
 
 class Row(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle3.chat.roles import ROLES, Roles
 from eagle3.files.records import Record, in_turn, read_records
+from eagle3.records import Sample
 
 Rows = Mapping[str, Any]
 
@@ -119,9 +120,9 @@ def samples(train: Path, roles: Roles) -> Iterator[str]:
 _MEANING = "History are earlier answers, special the tokens that steer the model."
 
 
-def _pick(train: Path) -> list[Record]:
+def _pick(train: Path) -> list[Sample]:
     """Return a few samples, source by source in turn, in the order of the file."""
-    waiting: dict[str, list[Record]] = defaultdict(list)
+    waiting: dict[str, list[Sample]] = defaultdict(list)
     for record in islice(read_records(train), _LOOKED_AT):
         if len(waiting[record["source"]]) < _SHOWN:
             waiting[record["source"]].append(record)

@@ -12,7 +12,8 @@ from eagle3.console import progress, say
 from eagle3.engines.base import Engine, GenerationRequest, Sampling, Served, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of
-from eagle3.files.records import Record, read_records, write_json
+from eagle3.files.records import read_records, write_json
+from eagle3.records import Sample
 from eagle3.target.pin import load_target
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def make(
 
 
 def _serve(
-    engine: Engine, settings: AcceptanceSettings, samples: Sequence[Record], export: Path
+    engine: Engine, settings: AcceptanceSettings, samples: Sequence[Sample], export: Path
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the figures of greedy serving, and those of sampling if there is a temperature.
 
@@ -116,13 +117,13 @@ def _serve(
     return greedy, {"temperature": settings.temperature, "top_p": settings.top_p, **sampled[0]}
 
 
-def _request(sample: Record) -> GenerationRequest:
+def _request(sample: Sample) -> GenerationRequest:
     start = sample["spans"][0][0]
     seed = int(hash_of(sample["id"])[:8], 16) >> 1
     return GenerationRequest(id=sample["id"], messages=[], seed=seed, prompt_ids=sample["input_ids"][:start])
 
 
-def _figures(samples: Sequence[Record], plain: Served, drafted: Served, drafts: int) -> dict[str, Any]:
+def _figures(samples: Sequence[Sample], plain: Served, drafted: Served, drafts: int) -> dict[str, Any]:
     ids = [sample["id"] for sample in samples]
     missing = [name for name in ids if name not in plain.token_ids or name not in drafted.token_ids]
     if missing:

@@ -19,8 +19,9 @@ from eagle3.config.dataset import DatasetSettings
 from eagle3.console import progress
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import fraction_of, hash_of
-from eagle3.files.records import Record, RecordWriter, read_records, write_json
+from eagle3.files.records import RecordWriter, read_records, write_json
 from eagle3.files.spool import Spool
+from eagle3.records import Sample
 
 
 def make(settings: DatasetSettings, *, samples: Sequence[Path], folder: Path) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class _Repeats:
         self._tokens = tokens
         self._first: dict[bytes, str] = {}
 
-    def see(self, record: Record) -> None:
+    def see(self, record: Sample) -> None:
         answer = [id for start, end in record["spans"] for id in record["input_ids"][start:end]]
         if len(answer) < self._tokens:
             return
@@ -147,7 +148,7 @@ def choose_held_out(conversations: Mapping[str, set[str]], settings: DatasetSett
     return held_out or {min(everything, key=lambda id: hash_of(settings.seed, "split", id))}
 
 
-def _progress(samples: Sequence[Path], title: str) -> Iterator[Record]:
+def _progress(samples: Sequence[Path], title: str) -> Iterator[Sample]:
     with progress(None, title, "samples") as bar:
         for path in samples:
             for record in read_records(path):
@@ -155,7 +156,7 @@ def _progress(samples: Sequence[Path], title: str) -> Iterator[Record]:
                 yield record
 
 
-def _count(counts: Counter[str], split: str, record: Record) -> None:
+def _count(counts: Counter[str], split: str, record: Sample) -> None:
     counts[f"{split} samples"] += 1
     counts[f"{split} tokens"] += len(record["input_ids"])
     counts[f"{split} supervised tokens"] += sum(end - start for start, end in record["spans"])

@@ -10,6 +10,7 @@ from eagle3.config.export import ExportSettings
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
 from eagle3.export.formats import plain_config, speculators_config
+from eagle3.files.atomic import atomic_write
 from eagle3.files.records import write_json
 from eagle3.target.pin import Target, load_target
 from eagle3.target.weights import head_weights
@@ -84,9 +85,8 @@ def _write_weights(draft: Draft, path: Path) -> int:
         for name, tensor in draft.state_dict().items()
         if not (whole and name in ("d2t", "t2d"))
     }
-    temporary = path.with_name(f".{path.name}")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(path)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
     return len(tensors)
 
 

@@ -17,15 +17,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from eagle3.chat.given import answer_as_given, is_given
-from eagle3.chat.message import Message
-from eagle3.chat.template import Chat, UnrenderableError, load_chat
+from eagle3.chat.template import Chat, load_chat
 from eagle3.config.responses import ResponsesSettings
 from eagle3.console import progress
-from eagle3.engines.base import Engine, Generation, GenerationRequest, Sampling, open_engine
+from eagle3.engines.base import Engine, Generation, GenerationRequest, Sampling, failed, open_engine
 from eagle3.engines.resumable import ResumableEngine
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.hashing import hash_of, range_of
-from eagle3.files.records import Record, RecordLog, read_records, write_records
+from eagle3.files.records import RecordLog, read_records, write_records
+from eagle3.records import Message, Prompt, Response, Turn
 from eagle3.target.pin import Target, load_target
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def make(
         Eagle3Error: too many requests failed (the first errors are quoted), or the target cannot be used.
     """
     pinned = load_target(target)
-    shards: list[list[Record]] = [[] for _ in range(settings.shards)]
+    shards: list[list[Prompt]] = [[] for _ in range(settings.shards)]
     for prompt in read_records(prompts):
         # The first digits of the id chose the part.
         shards[range_of(prompt["id"][8:], settings.shards)].append(prompt)
@@ -83,7 +83,7 @@ def make(
     return _counts(paths)
 
 
-def _is_complete(path: Path, prompts: Sequence[Record]) -> bool:
+def _is_complete(path: Path, prompts: Sequence[Prompt]) -> bool:
     """Whether an earlier attempt finished this shard."""
     with suppress(Eagle3Error):
         if path.is_file():
@@ -94,13 +94,13 @@ def _is_complete(path: Path, prompts: Sequence[Record]) -> bool:
 class _Conversation:
     """One prompt, and the turns that the target has answered so far."""
 
-    def __init__(self, prompt: Record) -> None:
+    def __init__(self, prompt: Prompt) -> None:
         self.id: str = prompt["id"]
         self._source: str = prompt["source"]
         self._tools: list[dict[str, Any]] | None = prompt.get("tools")
         self._waiting: list[Message] = list(prompt["messages"])
         self._history: list[Message] = []
-        self._turns: list[Record] = []
+        self._turns: list[Turn] = []
 
     @property
     def turns_left(self) -> int:
@@ -128,12 +128,22 @@ class _Conversation:
             "seed": request.seed,
             "tools": request.tools,
         }
-        self._turns.append({"request": asked, **{k: v for k, v in vars(answer).items() if k != "id"}})
-        self._history.append({"role": "assistant", **answer.message})
+        self._turns.append(
+            {
+                "request": asked,
+                "prompt_ids": answer.prompt_ids,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                "message": answer.message,
+                "raw": answer.raw,
+                "error": answer.error,
+            }
+        )
+        self._history.append(answer.message)
         if answer.error is not None:
             self._waiting.clear()
 
-    def record(self, engine: dict[str, str]) -> Record:
+    def record(self, engine: dict[str, str]) -> Response:
         return {"id": self.id, "source": self._source, "engine": engine, "turns": self._turns}
 
 
@@ -203,9 +213,9 @@ class _Run:
             ids = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
             if self._context is not None and len(ids) + self._settings.max_tokens > self._context:
                 detail = f"{len(ids):,} tokens and {self._settings.max_tokens:,} to generate"
-                raise UnrenderableError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
-        except UnrenderableError as error:
-            answer = _failure(request, error)
+                raise RejectedError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
+        except RejectedError as error:
+            answer = failed(request, error.code, error.detail)
             conversation.take(request, self._sampling, answer)
             # What a user wrote is no sign that something has to be mended; all else may be a wrong setting.
             if error.code != "special_token_in_text":
@@ -231,11 +241,6 @@ class _Run:
                 expected=f"at most {self._errors_allowed:,} (`responses.max_error_share`)",
                 remedy="mend the cause and run the command again: the good answers are kept",
             )
-
-
-def _failure(request: GenerationRequest, error: UnrenderableError) -> Generation:
-    message = f"{error.code}: {error.detail}"
-    return Generation(id=request.id, prompt_ids=[], token_ids=[], finish_reason="error", message={}, error=message)
 
 
 def _counts(paths: Sequence[Path]) -> dict[str, Any]:

@@ -16,17 +16,10 @@ from eagle3.chat.repetition import loop_period
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.samples import SamplesSettings
 from eagle3.console import progress
+from eagle3.errors import RejectedError
 from eagle3.files.records import Record, RecordWriter, read_records, write_json
+from eagle3.records import Response, Turn
 from eagle3.target.pin import load_target
-
-
-class UncleanError(Exception):
-    """One generation cannot be trained on; `code` is stable, for counting."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        self.code = code
-        self.detail = detail
-        super().__init__(code)
 
 
 def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], folder: Path) -> dict[str, Any]:
@@ -46,21 +39,21 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
         RecordWriter(folder / "rejects.jsonl.zst") as rejects,
         progress(None, "samples", "answers") as bar,
     ):
-        for source, id, engine, turn in _turns(responses):
+        for response, number, turn in _turns(responses):
             bar.update(1)
+            id, source = f"{response['id']}-{number}", response["source"]
             try:
                 sample, reasoning = cleaner.clean(turn)
-            except UncleanError as fault:
+            except RejectedError as fault:
                 stats.rejected(source, fault)
-                reason = {"reason": fault.code, "detail": fault.detail}
-                rejects.write({"id": id, "source": source, **reason, "record": turn})
+                rejects.write(
+                    {"id": id, "source": source, "reason": fault.code, "detail": fault.detail, "record": turn}
+                )
             else:
-                if engine == GIVEN:
+                if response["engine"].get("name") == GIVEN:
                     sample["off_policy"] = True
                 stats.accepted(source, sample, reasoning)
-                conversation, _, number = id.rpartition("-")
-                origin = {"conversation": conversation, "source": source, "turn": int(number)}
-                samples.write({"id": id, **origin, **sample})
+                samples.write({"id": id, "conversation": response["id"], "source": source, "turn": number, **sample})
     found = stats.summary()
     assert found["total"]["rows"] == samples.count + rejects.count
     write_json(folder / "stats.json", found)
@@ -68,12 +61,12 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     return {**found["total"], "supervised share": found["supervised_share"], "by source": sources}
 
 
-def _turns(responses: Sequence[Path]) -> Iterator[tuple[str, str, str | None, Record]]:
-    """Yield source, sample id, name of the engine and record of every generation."""
+def _turns(responses: Sequence[Path]) -> Iterator[tuple[Response, int, Turn]]:
+    """Yield every turn of every response, with its number."""
+    response: Response
     for path in responses:
-        for record in read_records(path):
-            for number, turn in enumerate(record["turns"]):
-                yield record["source"], f"{record['id']}-{number}", record["engine"].get("name"), turn
+        for response in read_records(path):
+            yield from ((response, number, turn) for number, turn in enumerate(response["turns"]))
 
 
 class _Cleaner:
@@ -87,77 +80,77 @@ class _Cleaner:
         allowed |= chat.answer_ids - chat.stop_ids
         self._forbidden = (chat.turn_ids | chat.control.keys()) - allowed
 
-    def clean(self, turn: Record) -> tuple[Record, int]:
+    def clean(self, turn: Turn) -> tuple[Record, int]:
         """Return the sample's own fields and the number of reasoning tokens in it.
 
         Raises:
-            UncleanError: with one of the codes below, or one that the responses stage gave.
+            RejectedError: with one of the codes below, or one that the responses stage gave.
         """
         if turn["error"] is not None:
             code, _, detail = turn["error"].partition(": ")
-            raise UncleanError(code, detail)
+            raise RejectedError(code, detail)
         prompt, answer = turn["prompt_ids"], turn["token_ids"]
         self._check_ids(turn, prompt, answer)
         body = self._check_end(turn, answer)
         reasoning = self._check_reasoning(turn, prompt, answer)
         said = (turn["message"].get("content") or "").strip() or turn["message"].get("tool_calls")
         if turn["finish_reason"] == "stop" and not said:
-            raise UncleanError("empty", "no content")
+            raise RejectedError("empty", "no content")
         if len(answer) < self._settings.min_generated:
-            raise UncleanError("too_short", f"{len(answer)} generated tokens")
+            raise RejectedError("too_short", f"{len(answer)} generated tokens")
         if (period := loop_period(body, self._settings.max_repeats)) is not None:
-            raise UncleanError("repetition", f"{period} tokens over and over")
+            raise RejectedError("repetition", f"{period} tokens over and over")
         sample = {"input_ids": [*prompt, *answer], "finish_reason": turn["finish_reason"]}
         if len(sample["input_ids"]) > self._settings.max_length:
             self._cut(sample, len(prompt))
         sample["spans"] = [[len(prompt), len(sample["input_ids"])]]
         return sample, min(reasoning, len(sample["input_ids"]) - len(prompt))
 
-    def _check_ids(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    def _check_ids(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The ids are the target's, and as many as the engine counted."""
         if not prompt or not answer:
-            raise UncleanError("empty", f"{len(prompt)} prompt and {len(answer)} generated tokens")
+            raise RejectedError("empty", f"{len(prompt)} prompt and {len(answer)} generated tokens")
         for ids in (prompt, answer):
             if min(ids) < 0 or max(ids) >= self._vocab_size:
-                raise UncleanError("bad_ids", f"{min(ids)} to {max(ids)}, vocabulary of {self._vocab_size}")
+                raise RejectedError("bad_ids", f"{min(ids)} to {max(ids)}, vocabulary of {self._vocab_size}")
         usage: Mapping[str, Any] = turn["raw"].get("usage") or {}
         for name, ids in (("prompt_tokens", prompt), ("completion_tokens", answer)):
             if usage.get(name, len(ids)) != len(ids):
-                raise UncleanError("count_mismatch", f"{name}: {usage[name]} counted, {len(ids)} received")
+                raise RejectedError("count_mismatch", f"{name}: {usage[name]} counted, {len(ids)} received")
 
-    def _check_end(self, turn: Record, answer: list[int]) -> list[int]:
+    def _check_end(self, turn: Turn, answer: list[int]) -> list[int]:
         """The answer ends as its finish reason says; return it without its end."""
         finish = turn["finish_reason"]
         ended = answer[-1] in self._chat.stop_ids
         body = answer[:-1] if ended else answer
         if finish not in ("stop", "length", "tool_calls"):
-            raise UncleanError("unfinished", f"finish reason {finish!r}")
+            raise RejectedError("unfinished", f"finish reason {finish!r}")
         if finish == "length" and self._settings.truncated == "reject":
-            raise UncleanError("truncated", f"{len(answer)} generated tokens")
+            raise RejectedError("truncated", f"{len(answer)} generated tokens")
         if finish != "length" and not ended:
-            raise UncleanError("no_end_of_turn", f"last token {answer[-1]}")
+            raise RejectedError("no_end_of_turn", f"last token {answer[-1]}")
         if not self._forbidden.isdisjoint(body):
             found = next(id for id in body if id in self._forbidden)
-            raise UncleanError("special_token_inside", self._chat.control.get(found, str(found)))
+            raise RejectedError("special_token_inside", self._chat.control.get(found, str(found)))
         return body
 
-    def _check_reasoning(self, turn: Record, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    def _check_reasoning(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """What was reasoned is in the ids, and closed; return how many tokens it has."""
         reasoning, _ = self._chat.split_reasoning(prompt, answer)
-        told = turn["message"].get("reasoning") or turn["message"].get("reasoning_content") or ""
+        told = turn["message"].get("reasoning") or ""
         if told.strip() and not reasoning:
-            raise UncleanError("reasoning_lost", "the engine returned reasoning that is not among the ids")
+            raise RejectedError("reasoning_lost", "the engine returned reasoning that is not among the ids")
         if self._settings.require_reasoning and not reasoning:
-            raise UncleanError("reasoning_missing")
+            raise RejectedError("reasoning_missing")
         marks = self._chat.reasoning_ids
         if reasoning is not None and marks and turn["finish_reason"] == "stop" and marks[1] not in answer:
-            raise UncleanError("reasoning_open", f"{len(reasoning)} tokens")
+            raise RejectedError("reasoning_open", f"{len(reasoning)} tokens")
         return len(reasoning or ())
 
     def _cut(self, sample: Record, prompt_length: int) -> None:
         length, limit = len(sample["input_ids"]), self._settings.max_length
         if self._settings.too_long == "reject" or limit - prompt_length < self._settings.min_generated:
-            raise UncleanError("too_long", f"{prompt_length} prompt tokens, {length} in all")
+            raise RejectedError("too_long", f"{prompt_length} prompt tokens, {length} in all")
         del sample["input_ids"][limit:]
         sample["cut"] = True
 
@@ -170,7 +163,7 @@ class _Stats:
         self._rejects: dict[str, Counter[str]] = defaultdict(Counter)
         self._lengths: dict[str, Counter[int]] = {name: Counter() for name in ("prompt", "reasoning", "answer")}
 
-    def rejected(self, source: str, fault: UncleanError) -> None:
+    def rejected(self, source: str, fault: RejectedError) -> None:
         self._sources[source]["rows"] += 1
         self._rejects[source][fault.code] += 1
 

@@ -126,7 +126,7 @@ def _defaults(folder: Path, keys: list[str], trust_remote_code: bool) -> dict[st
 
     problem = None
     try:
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).getread_text_config().to_dict()
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config().to_dict()
     except ValueError as error:
         whole, problem = {}, error
     if absent := [key for key in keys if whole.get(key) is None]:

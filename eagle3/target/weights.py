@@ -80,13 +80,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         )
     names: dict[str, Path] = {}
     for path in paths:
-        with _opened(path) as file:
+        # Only names are read here, so PyTorch, which takes seconds to import, is not needed.
+        with _opened(path, "numpy") as file:
             names.update(dict.fromkeys(file.keys(), path))
     return names
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, framework: str) -> Iterator[Any]:
     """Open a safetensors file.
 
     Raises:
@@ -95,7 +96,7 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework) as file:
             yield file
     except SafetensorError as error:
         raise Eagle3Error(
@@ -118,7 +119,7 @@ def _read(files: dict[str, Path], names: Sequence[str], shape: tuple[int, ...], 
             expected=f"one of {', '.join(names)}",
             remedy="use a causal language model with its lm_head, as published",
         )
-    with _opened(files[name]) as file:
+    with _opened(files[name], "pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
     if tuple(tensor.shape) != shape or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise Eagle3Error(

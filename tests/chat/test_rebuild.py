@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.chat.rebuild import RebuildError, rebuild
+from eagle3.chat.rebuild import rebuild
 from eagle3.chat.template import Chat, load_chat
 from eagle3.engines.base import GenerationRequest
+from eagle3.errors import RejectedError
 from eagle3.target.pin import Target
 from tests.engines import targets
 
@@ -80,6 +81,6 @@ def test_tool_calls(chat: Chat, content: str, closing: str) -> None:
 def test_a_count_that_does_not_come_out_is_refused(chat: Chat) -> None:
     request = ask()
     prompt = chat.render(request.messages)
-    with pytest.raises(RebuildError, match=r"the endpoint counted 99") as caught:
+    with pytest.raises(RejectedError, match=r"the endpoint counted 99") as caught:
         rebuild(chat, request, prompt, {"role": "assistant", "content": "Seven"}, "stop", 99)
     assert caught.value.code == "rebuilt_length"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FAULTS = ("RejectedError", "UncleanError", "UnrenderableError", "RebuildError", "RequestFailedError")
 
 
 def strings(node: ast.expr) -> Iterator[str]:
@@ -27,7 +26,7 @@ def codes() -> set[str]:
     for path in (ROOT / "eagle3").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
             match node:
-                case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in FAULTS:
+                case ast.Call(func=ast.Name(id="RejectedError"), args=[first, *_]):
                     found.update(strings(first))
                 case ast.Dict(keys=[ast.Constant(value="reason"), *_], values=[first, *_]):
                     found.update(strings(first))

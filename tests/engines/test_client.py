@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from eagle3.engines.http.client import Client, RequestFailedError, ServerLostError
-from eagle3.errors import Eagle3Error
+from eagle3.engines.http.client import Client, ServerLostError
+from eagle3.errors import Eagle3Error, RejectedError
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -95,7 +95,7 @@ async def work(client: Client, connection: AsyncOpenAI, number: int) -> int | st
     """Return the number that comes back, or the code of what went wrong."""
     try:
         answer = await client.ask(connection, "/completions", {"number": number})
-    except RequestFailedError as error:
+    except RejectedError as error:
         return f"{number} {error.code}"
     found: int = answer["number"]
     return found

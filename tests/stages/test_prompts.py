@@ -34,7 +34,7 @@ def run(folder: Path, *sources: Any, **values: Any) -> dict[str, Any]:
     entries = [source if isinstance(source, dict) else {"path": str(source)} for source in sources]
     chosen = PromptsSettings.model_validate({"sources": entries, **values})
     folder.mkdir(exist_ok=True, parents=True)
-    return prompts.make(chosen, sources=prompts.outside_files(chosen), folder=folder)
+    return prompts.make(chosen, sources=chosen.outside_files(), folder=folder)
 
 
 def parts(folder: Path) -> list[Record]:
@@ -470,6 +470,6 @@ def test_a_second_run_in_the_same_folder_gives_the_same_bytes(tmp_path: Path) ->
     run(tmp_path / "out", source)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("[!.]*")}
     (tmp_path / "out" / "part-0.jsonl.zst").unlink()
-    (tmp_path / "out" / "rejects.jsonl.zst.tmp").write_bytes(b"torn")
+    (tmp_path / "out" / ".rejects.jsonl.zst.tmp").write_bytes(b"torn")
     run(tmp_path / "out", source)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("[!.]*")} == before

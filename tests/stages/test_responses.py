@@ -19,7 +19,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_records, write_records
 from eagle3.prompts.conversations import Conversation
 from eagle3.stages import responses
-from eagle3.target import model_folder as pin
+from eagle3.stages import target as target_stage
 from eagle3.target.pin import load_target
 from tests.stages.toy_engine import ToyEngine
 
@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).with_name("toy_engine.py")
 @pytest.fixture(scope="module")
 def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    pin.make(TargetSettings(model=str(tiny_target)), folder=folder)
+    target_stage.make(TargetSettings(model=str(tiny_target)), folder=folder)
     return folder / "target.json"
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.config.target import TargetSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, write_json
-from eagle3.target import model_folder as stage
+from eagle3.stages import target as stage
 from eagle3.target.model_folder import revision
 from eagle3.target.pin import Target, load_target
 from eagle3.target.weights import head_weights
@@ -239,7 +239,7 @@ def test_a_hub_id_without_network_is_a_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment at import."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from eagle3.target.pin import TargetSettings; from eagle3.target.model_folder import make\n"
+        "from eagle3.config.target import TargetSettings; from eagle3.stages.target import make\n"
         "make(TargetSettings(model='owner/model', revision='abc'), folder=Path(sys.argv[1]))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from eagle3.artifacts.registry import STAGES
+from tests.conftest import build_once
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("river", "hill", "garden", "bridge", "market", "island", "forest", "harbour")
@@ -155,9 +156,10 @@ def new_project(path: Path, target: Path) -> Project:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Project:
     """A project that ran once, undisturbed. Do not change it: copy it."""
-    project = new_project(tmp_path_factory.mktemp("finished") / "project", tiny_target)
-    project.snakemake()
-    return project
+    folder = build_once(
+        tmp_path_factory, "finished", lambda folder: new_project(folder / "project", tiny_target).snakemake()
+    )
+    return Project(folder / "project")
 
 
 @pytest.fixture

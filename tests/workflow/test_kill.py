@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.workflow.conftest import Project, new_project
+from tests.workflow.conftest import Project
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +45,9 @@ def _runs(process: psutil.Process, stage: str) -> bool:
 
 
 @pytest.mark.parametrize("stage", SIGNS)
-def test_sigkill_costs_seconds_and_no_bytes(finished: Project, tmp_path: Path, tiny_target: Path, stage: str) -> None:
-    project = new_project(tmp_path / "project", tiny_target)
+def test_sigkill_costs_seconds_and_no_bytes(finished: Project, project: Project, stage: str) -> None:
+    for folder in ("demo", ".store"):
+        shutil.rmtree(project.path / "results" / folder / stage)
     for whom in ("command", "snakemake"):
         process = subprocess.Popen(
             project.command(stage),
@@ -65,6 +66,7 @@ def test_sigkill_costs_seconds_and_no_bytes(finished: Project, tmp_path: Path, t
         process.wait(60)
         psutil.wait_procs(workers, timeout=30)
         project.snakemake("--unlock")
-    project.snakemake()
+    run = project.snakemake()
+    assert {name.split("/")[0] for name in run.computed} == {stage}
     assert reproducible(project) == reproducible(finished)
     assert project.snakemake("-n").idle

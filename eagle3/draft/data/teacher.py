@@ -24,6 +24,7 @@ from eagle3.draft.ops.dispatch import compiled_on_gpu
 from eagle3.draft.ops.layer import project
 from eagle3.draft.training import parallel
 from eagle3.draft.unroll.objective import CHUNK_BYTES
+from eagle3.files.atomic import atomic_write
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.weights import HeadWeights
 
@@ -97,10 +98,9 @@ def kept(path: Path, key: str, make: Callable[[], Summaries]) -> Summaries:
     made = make()
     # Making it took all processes: none looks for the file any more.
     if parallel.rank() == 0:
-        temporary = path.with_suffix(".tmp")
         tensors = {"sizes": torch.tensor(made.sizes), **made.whole._asdict()}
-        save_file(tensors, temporary, {"key": key, "ids": orjson.dumps(made.ids).decode()})
-        temporary.replace(path)
+        with atomic_write(path) as temporary:
+            save_file(tensors, temporary, {"key": key, "ids": orjson.dumps(made.ids).decode()})
     return made
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from eagle3.console import say
 from eagle3.draft.training import parallel
 from eagle3.errors import Eagle3Error
+from eagle3.files.atomic import sync
 from eagle3.files.hashing import sha256
-from eagle3.files.records import read_json, sync, write_json
+from eagle3.files.records import read_json, write_json
 
 FOLDER = ".checkpoints"
 STATE, DIGESTS = "state.json", "digests.json"

@@ -41,6 +41,7 @@ from eagle3.draft.training.trackers import trackers
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
 from eagle3.draft.unroll.unroll import Weights, prepare, unroll
 from eagle3.errors import Eagle3Error
+from eagle3.files.atomic import atomic_write
 from eagle3.files.records import RecordLog, write_json
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.weights import HeadWeights
@@ -324,14 +325,13 @@ class Run:
         }
         if self.writes:
             weights, metrics = self.checkpoints.best(self.state["best_step"])
-            save_file(weights, self.folder / f".{WEIGHTS}")
-            (self.folder / f".{WEIGHTS}").replace(self.folder / WEIGHTS)
+            with atomic_write(self.folder / WEIGHTS) as temporary:
+                save_file(weights, temporary)
             write_json(self.folder / NAME, self.draft.config.model_dump())
             write_json(self.folder / "metrics.json", {**metrics, **counts})
             for name in self.logs:
-                temporary = self.folder / f".final-{name}"
-                temporary.write_bytes(self._scratch(name).read_bytes())
-                temporary.replace(self.folder / name)
+                with atomic_write(self.folder / name) as temporary:
+                    temporary.write_bytes(self._scratch(name).read_bytes())
         return counts
 
     def _scratch(self, log: str) -> Path:

@@ -14,7 +14,7 @@ import openai
 import orjson
 
 from eagle3.engines.http.server import get, healthy, is_loopback
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,15 +26,6 @@ _CONNECT_TIMEOUT = 30.0
 
 class ServerLostError(Exception):
     """The server is gone or hangs; what was asked may be asked again."""
-
-
-class RequestFailedError(Exception):
-    """One request cannot be answered, however often it is asked; `code` is stable, for counting."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code = code
-        self.detail = detail
-        super().__init__(f"{code}: {detail}")
 
 
 def api_key() -> str:
@@ -79,7 +70,7 @@ class Client:
             client = self._connect()
             try:
                 return runner.run(self.ask(client, path, body))
-            except (ServerLostError, RequestFailedError) as error:
+            except (ServerLostError, RejectedError) as error:
                 raise Eagle3Error("a server does not answer", where=self.url + path, found=error) from None
             finally:
                 runner.run(client.close())
@@ -109,7 +100,7 @@ class Client:
         """Return the JSON answer to one request.
 
         Raises:
-            RequestFailedError: `refused` (4xx), `server_error` (5xx of a healthy server), `timeout`, `not_json`.
+            RejectedError: `refused` (4xx), `server_error` (5xx of a healthy server), `timeout`, `not_json`.
             ServerLostError: the connection failed, or nothing at all was answered for as long as a request may take.
             Eagle3Error: the key, the address or the rate limit is wrong: no request will ever succeed.
         """
@@ -123,15 +114,15 @@ class Client:
         except TimeoutError:
             if time.monotonic() - self._last_answer >= self._timeout:
                 raise ServerLostError(f"no answer to any request for {self._timeout:.0f} s") from None
-            raise RequestFailedError("timeout", f"no answer in {self._timeout:.0f} s") from None
+            raise RejectedError("timeout", f"no answer in {self._timeout:.0f} s") from None
         except orjson.JSONDecodeError as error:
-            raise RequestFailedError("not_json", str(error)) from None
+            raise RejectedError("not_json", str(error)) from None
         except openai.APIConnectionError as error:
             raise ServerLostError(repr(error.__cause__ or error)) from None
         except openai.InternalServerError as error:
             if not await asyncio.to_thread(healthy, self.root):
                 raise ServerLostError(error.message) from None
-            raise RequestFailedError("server_error", error.message) from None
+            raise RejectedError("server_error", error.message) from None
         except openai.APIStatusError as error:
             raise self._explain(error) from None
         self._last_answer = time.monotonic()
@@ -145,7 +136,7 @@ class Client:
             429: "lower machine.concurrency",
         }
         if error.status_code not in remedies:
-            return RequestFailedError("refused", error.message)
+            return RejectedError("refused", error.message)
         return Eagle3Error(
             "an endpoint refuses every request",
             where=self.url,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from eagle3.chat.message import Message
 from eagle3.engines.base import GenerationRequest, Sampling
+from eagle3.records import Message
 
 
 def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[
     return body
 
 
-def _for_server(message: Message) -> Message:
+def _for_server(message: Message) -> Mapping[str, object]:
     """History with the reasoning in the field that the server reads: vLLM's `reasoning`, or SGLang's."""
     if reasoning := message.get("reasoning"):
         return {**message, "reasoning_content": reasoning}

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from eagle3.chat.template import UnrenderableError, load_chat
+from eagle3.chat.template import load_chat
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.dtype import compute_dtype
 from eagle3.engines.transformers.batch import ATTENTION, Rows, grouped_attention, padded, tapped
 from eagle3.engines.transformers.decoding import Answer, decode
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.gpus import choose_device
 from eagle3.target.pin import Target
 
@@ -74,7 +74,7 @@ class TransformersEngine:
             for request in batch:
                 try:
                     prompts[request.id] = self._prompt(request)
-                except UnrenderableError as error:
+                except RejectedError as error:
                     yield failed(request, error.code, error.detail)
             accepted = [request for request in batch if request.id in prompts]
             if accepted:
@@ -145,14 +145,14 @@ class TransformersEngine:
         """Return the prompt ids.
 
         Raises:
-            UnrenderableError: the template refuses the messages, or the prompt fills the context.
+            RejectedError: the template refuses the messages, or the prompt fills the context.
         """
         prompt = request.prompt_ids or self._chat.render(
             request.messages, tools=request.tools, template_kwargs=request.template_kwargs
         )
         context = self._target.config.get("max_position_embeddings")
         if context is not None and len(prompt) >= context:
-            raise UnrenderableError("prompt_too_long", f"{len(prompt)} tokens, the target's context has {context}")
+            raise RejectedError("prompt_too_long", f"{len(prompt)} tokens, the target's context has {context}")
         return prompt
 
     def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:

@@ -10,7 +10,6 @@ vLLM loads this class by name (`kv_connector_module_path`); nothing in vLLM is p
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     PendingSave,
     extract_from_kv_cache,
 )
+
+from eagle3.files.atomic import atomic_write
 
 
 class _Done:
@@ -76,8 +77,5 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
 def publish(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file so that it never exists incomplete under its name."""
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata=metadata)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)

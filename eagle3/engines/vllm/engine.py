@@ -17,13 +17,13 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from eagle3.chat.rebuild import RebuildError, rebuild
-from eagle3.chat.template import Chat, UnrenderableError, load_chat
+from eagle3.chat.rebuild import rebuild
+from eagle3.chat.template import Chat, load_chat
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.console import say
 from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
-from eagle3.engines.http.client import Client, RequestFailedError, ServerLostError, api_key
+from eagle3.engines.http.client import Client, ServerLostError, api_key
 from eagle3.engines.http.completion import body_of, read_message, read_raw
 from eagle3.engines.http.server import scratch_folder
 from eagle3.engines.vllm import counters
@@ -37,7 +37,7 @@ from eagle3.engines.vllm.server import (
     on_gpu,
 )
 from eagle3.engines.vllm.states import take_states
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.target.pin import Target
 
 # What a model's generation_config.json would otherwise change in silence: only `Sampling` decides.
@@ -209,7 +209,7 @@ class VllmEngine:
             path = "/chat/completions" if request.prompt_ids is None else "/completions"
             started = time.perf_counter()
             answer = await client.ask(connection, path, body)
-        except RequestFailedError as error:
+        except RejectedError as error:
             return failed(request, error.code, error.detail)
         choice = answer["choices"][0]
         # Chat completions give the prompt's ids beside the choices, completions inside.
@@ -244,7 +244,7 @@ class VllmEngine:
                     remedy="leave machine.base_url out for this stage: vLLM is then started with the right flags",
                 )
             states = await take_states(Path(transfer["hidden_states_path"]), token_ids, layer_ids)
-        except RequestFailedError as error:
+        except RejectedError as error:
             say(f"no hidden states for a sequence of {len(token_ids):,} tokens: {error}")
             return None
         return Capture(token_ids=list(token_ids), states=states, next_token=answer["choices"][0]["token_ids"][0])
@@ -310,7 +310,7 @@ class VllmEngine:
         try:
             prompt = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
             ids = rebuild(self._chat, request, prompt, answer.message, answer.finish_reason, len(answer.token_ids))
-        except (RebuildError, UnrenderableError) as error:
+        except RejectedError as error:
             return error.code
         if prompt != answer.prompt_ids:
             return "other_prompt"

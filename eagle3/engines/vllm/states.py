@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eagle3.engines.http.client import RequestFailedError
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, RejectedError
 
 # The file is written after the answer is sent: seconds at most, on a busy disk.
 _DEADLINE = 120.0
@@ -23,16 +22,16 @@ async def take_states(path: Path, token_ids: Sequence[int], layer_ids: Sequence[
     """Wait for a file, read it, remove it; return its states [n, L, H].
 
     Raises:
-        RequestFailedError: `not_written`: the connector could not write it, or there is no such file.
+        RejectedError: `not_written`: the connector could not write it, or there is no such file.
         Eagle3Error: the file is not what was asked for: other tokens, or other layers.
     """
     deadline = time.monotonic() + _DEADLINE
     problem = path.with_suffix(".error")
     while not path.exists():
         if problem.exists():
-            raise RequestFailedError("not_written", problem.read_text(encoding="utf-8"))
+            raise RejectedError("not_written", problem.read_text(encoding="utf-8"))
         if time.monotonic() > deadline:
-            raise RequestFailedError("not_written", f"{path} did not appear in {_DEADLINE:.0f} s")
+            raise RejectedError("not_written", f"{path} did not appear in {_DEADLINE:.0f} s")
         await asyncio.sleep(_POLL)
     states = await asyncio.to_thread(_read, path, token_ids, layer_ids)
     path.unlink()
