@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from eagle3.chat.given import answer_as_given, is_given
+from eagle3.chat.provided import has_answers, provided_responses
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.responses import ResponsesSettings
 from eagle3.console import progress
@@ -68,7 +68,7 @@ def make(
     missing = [number for number, path in enumerate(paths) if not _is_complete(path, shards[number])]
     if missing:
         chat = load_chat(pinned)
-        asked = [[_Conversation(prompt) for prompt in shards[number] if not is_given(prompt)] for number in missing]
+        asked = [[_Conversation(prompt) for prompt in shards[number] if not has_answers(prompt)] for number in missing]
         identity: dict[str, str] = {}
         if any(asked):
             run = _Run(settings, pinned, chat, asked)
@@ -77,9 +77,9 @@ def make(
                 identity = {"name": opened.name, **opened.versions}
         for number, conversations in zip(missing, asked, strict=True):
             answered = (conversation.record(identity) for conversation in conversations)
-            held = [*filter(is_given, shards[number])]
-            given = answer_as_given(chat, held, settings.template_kwargs) if held else ()
-            write_records(paths[number], heapq.merge(answered, given, key=itemgetter("id")))
+            held = [*filter(has_answers, shards[number])]
+            provided = provided_responses(chat, held, settings.template_kwargs) if held else ()
+            write_records(paths[number], heapq.merge(answered, provided, key=itemgetter("id")))
     return _counts(paths)
 
 
@@ -187,7 +187,7 @@ class _Run:
     def _wave(self, size: int | None) -> list[Wave]:
         """Return the next turn of every conversation, in groups that are computed together, short prompts first.
 
-        A group never spans two shards: a shard that has to be made anew then comes out the same.
+        A group never spans two shards: a shard that has to be rebuilt then comes out the same.
         """
         groups: list[Wave] = []
         everything: Wave = []
@@ -217,7 +217,7 @@ class _Run:
         except RejectedError as error:
             answer = failed(request, error.code, error.detail)
             conversation.take(request, self._sampling, answer)
-            # What a user wrote is no sign that something has to be mended; all else may be a wrong setting.
+            # Text that a user wrote does not point to a wrong setting; every other error may.
             if error.code != "special_token_in_text":
                 self._check(answer)
             return None
@@ -239,7 +239,7 @@ class _Run:
                 "too many requests failed",
                 found="\n            ".join(self._errors[:_QUOTED_ERRORS]),
                 expected=f"at most {self._errors_allowed:,} (`responses.max_error_share`)",
-                remedy="mend the cause and run the command again: the good answers are kept",
+                remedy="fix the cause and run the command again: the good answers are kept",
             )
 
 

@@ -33,7 +33,7 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
     """Write `vocabulary.safetensors` and `stats.json` into `folder`.
 
     Tensors: `d2t` int64 [Vd] (target id = i + d2t[i], ascending), `t2d` bool [V] (whether a target token is in the
-    draft vocabulary), `counts` int64 [V] (in the training spans). The metadata holds the coverage, in all and per
+    draft vocabulary), `counts` int64 [V] (in the training spans). The metadata holds the coverage, in total and per
     source, the sha256 of the training data and the target's revision.
 
     Raises:
@@ -83,7 +83,7 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
 
 
 def count_tokens(train: Path, vocab_size: int) -> dict[str, Ids]:
-    """Return, per source, how often each target token stands in the spans: int64 [V].
+    """Return, per source, how often each target token occurs in the spans: int64 [V].
 
     Raises:
         Eagle3Error: a token id lies outside the target's vocabulary.
