@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,13 @@ def test_every_definition_exists() -> None:
     assert {"Config", "Engine", "Row"} <= names
     missing = [name for name in names if not re.search(rf"(?:(?:class|def) |^ *)\b{name}\b", code, re.MULTILINE)]
     assert [name for name in missing if f'"{name}"' not in code] == []
+
+
+def test_the_package_is_listed_in_the_order_of_the_import_contract() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = [name.strip() for layer in contract["contracts"][0]["layers"] for name in layer.split("|")]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| folder | content |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`eagle3/[^|]+) \|", table, re.MULTILINE)
+    listed = [path for row in rows for path in re.findall(r"`(eagle3/\w+)", row)]
+    assert listed == [name.replace(".", "/") for name in layers]

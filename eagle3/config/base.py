@@ -7,6 +7,8 @@ polars.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -18,3 +20,7 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def outside_files(self) -> list[Path]:
+        """Return the files that this section names and no stage makes; their content counts as a setting."""
+        return []

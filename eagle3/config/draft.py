@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -125,6 +126,15 @@ class DraftSettings(Settings):
     """Seed of the initial weights and of the order of the data in each epoch. Follows the top-level `seed` unless
     set."""
 
+    def outside_files(self) -> list[Path]:
+        """Return the weights and the configuration of the draft in `warm_start`, as far as they exist."""
+        if self.warm_start is None:
+            return []
+        folder = Path(self.warm_start)
+        # The stage reports what is missing.
+        files = (folder / "model.safetensors", config_file(folder))
+        return [path for path in files if path is not None and path.is_file()]
+
     def check_machine(self, device: str, gpus: int) -> None:
         """Raise Eagle3Error if this training cannot run, or would leave GPUs idle, on `machine.device` and `.gpus`."""
         if self.accumulate % max(gpus, 1):
@@ -141,3 +151,8 @@ class DraftSettings(Settings):
                 found=device,
                 remedy="set draft.float8 to false, or train on a GPU",
             )
+
+
+def config_file(folder: Path) -> Path | None:
+    """Return the configuration of a draft in `folder`: draft.json, else config.json; None if it has neither."""
+    return next((folder / name for name in ("draft.json", "config.json") if (folder / name).is_file()), None)

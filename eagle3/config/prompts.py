@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from eagle3.config.base import Settings
+from eagle3.files.find import find_files
 
 Form = Literal["messages", "sharegpt", "prompt", "alpaca", "turns"]
 Value = str | int | float | bool | None
@@ -131,6 +133,16 @@ class PromptsSettings(Settings):
         if sum(source.synthetic for source in sources) > 1:
             raise ValueError("at most one source with `synthetic: true`; its `synthetic.count` says how many turns")
         return sources
+
+    def outside_files(self) -> list[Path]:
+        """Return the files of the sources, then those of the evaluations: in their order, sorted within each.
+
+        Raises:
+            Eagle3Error: a path or glob matches no file.
+        """
+        patterns = [(source.path, "prompts.sources") for source in self.sources if source.path is not None]
+        patterns += [(path, "prompts.decontaminate.paths") for path in self.decontaminate.paths]
+        return [path for pattern, setting in patterns for path in find_files(pattern, setting)]
 
     @property
     def synthetic(self) -> bool:

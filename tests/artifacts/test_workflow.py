@@ -1,10 +1,11 @@
-"""Recipes: what Snakemake compares to know whether an artifact must be made anew."""
+"""Recipes: what Snakemake compares to know whether an artifact must be rebuilt."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from eagle3.artifacts.workflow import Workflow
@@ -40,6 +41,17 @@ def test_a_draft_follows_what_it_starts_from(tmp_path: Path, monkeypatch: pytest
     assert len({again, plain, ours, flow.recipe("draft")}) == 4
 
 
+def test_prompts_follow_the_names_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's stem is the name of its source in all counts, so the settings, and with them the key, hold it."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts").mkdir()
+    Path("prompts/chat.jsonl").write_text("{}")
+    flow = Workflow({"run": "r", "prompts": {"sources": [{"path": "prompts"}]}})
+    before = orjson.loads(flow.recipe("prompts"))["settings"]
+    Path("prompts/chat.jsonl").rename("prompts/talk.jsonl")
+    assert orjson.loads(flow.recipe("prompts"))["settings"] != before
+
+
 @pytest.mark.parametrize(
     ("draft", "machine", "remedy"),
     [
@@ -54,8 +66,8 @@ def test_what_the_training_will_not_do_on_this_machine_is_said_before_the_first_
     monkeypatch.chdir(tmp_path)
     values = {"run": "r", "prompts": {"sources": [{"path": "a.jsonl"}]}, "draft": draft, "machine": machine}
     with pytest.raises(Eagle3Error, match=remedy):
-        Workflow(values)
-    # A draft that is there may be served on any machine.
+        Workflow(values).check_training("results/r/draft/manifest.json")
+    # A finished draft may be served on any machine.
     Path("results/r/draft").mkdir(parents=True)
     Path("results/r/draft/manifest.json").write_text("{}")
-    Workflow(values)
+    Workflow(values).check_training("results/r/draft/manifest.json")

@@ -107,7 +107,7 @@ def test_the_stage_rejects_and_counts_per_source(tmp_path: Path) -> None:
     chosen = PromptsSettings.model_validate(
         {"sources": [{"path": str(clean)}, {"path": str(dirty)}], "decontaminate": {"paths": [str(bench)]}}
     )
-    assert prompts.outside_files(chosen) == [clean, dirty, bench]
+    assert chosen.outside_files() == [clean, dirty, bench]
     (tmp_path / "out").mkdir()
     counts = prompts.make(chosen, sources=[clean, dirty, bench], folder=tmp_path / "out")
     assert counts["prompts"] == 2

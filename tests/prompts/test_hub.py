@@ -209,7 +209,7 @@ def test_the_recipe_of_the_prompts_holds_the_commit() -> None:
         for revision in (COMMIT, COMMIT[::-1])
     ]
     first, second = (Workflow(value) for value in values)
-    assert first.prompt_sources() == []
+    assert first.outside_files("prompts") == []
     assert first.recipe("prompts").replace(COMMIT, COMMIT[::-1]) == second.recipe("prompts") != first.recipe("prompts")
 
 

@@ -34,7 +34,7 @@ def run(folder: Path, *sources: Any, **values: Any) -> dict[str, Any]:
     entries = [source if isinstance(source, dict) else {"path": str(source)} for source in sources]
     chosen = PromptsSettings.model_validate({"sources": entries, **values})
     folder.mkdir(exist_ok=True, parents=True)
-    return prompts.make(chosen, sources=prompts.outside_files(chosen), folder=folder)
+    return prompts.make(chosen, sources=chosen.outside_files(), folder=folder)
 
 
 def parts(folder: Path) -> list[Record]:

@@ -1,5 +1,10 @@
 rule acceptance_simulated:
-    """Replay serving over held-out responses, without an engine."""
+    """Measure acceptance on held-out responses and their hidden states, without an engine.
+
+    In: the target; held-out samples and the hidden states of all parts; the draft model.
+    Out: acceptance.json: acceptance length (tokens per verification step) and acceptance per draft position, in total
+    and per source.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,
@@ -20,14 +25,21 @@ rule acceptance_simulated:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("acceptance_simulated"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-simulated"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} acceptance-simulated"
         " --target {input.target:q} --evaluation {input.evaluation:q} --draft {input.draft:q}"
         " --output {output.manifest:q} {input.hidden_states:q}"
 
 
 rule acceptance_served:
-    """Serve held-out prompts with and without the draft, in one run."""
+    """Measure acceptance in the engine: serve held-out prompts with and without the draft model.
+
+    In: the target; held-out samples; the exported draft model.
+    Out: acceptance.json: acceptance length and acceptance per draft position, in total and per source, and whether the
+    answers are the same with and without the draft model.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,
@@ -49,14 +61,16 @@ rule acceptance_served:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("acceptance_served"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} acceptance-served"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} acceptance-served"
         " --target {input.target:q} --evaluation {input.evaluation:q} --export {input.export:q}"
         " --output {output.manifest:q}"
 
 
 rule acceptance:
-    """Measure the draft: simulated and served."""
+    """Measure the draft model, simulated and served."""
     input:
         rules.acceptance_simulated.output.manifest,
         rules.acceptance_served.output.manifest,

@@ -1,4 +1,5 @@
-# What all rules share: the checked configuration and the places of files.
+# Shared by all rules: the validated configuration and the paths.
+# In rules, `results` is the folder that holds the runs and the store; a module's prefix is part of it.
 
 import eagle3.artifacts.workflow
 

@@ -1,7 +1,12 @@
 rule dataset:
-    """Merge all samples, reject answers that repeat others, shuffle by hash and hold out whole conversations."""
+    """Merge the samples of all parts, remove repeated answers, shuffle and split.
+
+    In: the samples of all parts.
+    Out: train.jsonl.zst and eval.jsonl.zst, in the records of `samples`; whole conversations are held out, per source.
+    rejects.jsonl.zst, the repeated answers; stats.json with counts per source.
+    """
     input:
-        samples=expand("<results>/samples/part-{part}/samples.jsonl.zst", part=PARTS),
+        samples=rules.samples.input.samples,
     output:
         train="<results>/dataset/train.jsonl.zst",
         evaluation="<results>/dataset/eval.jsonl.zst",
@@ -15,5 +20,7 @@ rule dataset:
         runtime=60,
     params:
         recipe=FLOW.recipe("dataset"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} dataset" " --output {output.manifest:q} {input.samples:q}"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} dataset"
+        " --output {output.manifest:q} {input.samples:q}"

@@ -1,5 +1,9 @@
 rule export:
-    """Write the draft as vLLM and SGLang load it, and check that every tensor is used."""
+    """Export the draft model in the format of vLLM and SGLang, and check that it drafts as in training.
+
+    In: the target; the draft model.
+    Out: plain/, a model folder: config.json and model.safetensors in bf16; with `export.speculators` also speculators/.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,
@@ -16,7 +20,8 @@ rule export:
         runtime=60,
     params:
         recipe=FLOW.recipe("export"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} export"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} export"
         " --target {input.target:q} --draft {input.draft:q}"
         " --output {output.manifest:q}"

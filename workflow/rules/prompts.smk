@@ -1,10 +1,13 @@
 rule prompts:
-    """Read the prompt sources and divide them into parts.
+    """Read the prompt sources, remove duplicates and divide the prompts into parts.
 
-    A record holds id (hash of the content), source and messages; a prompt's part follows from its id.
+    In: the files of the sources and of evaluations to keep clear of; the target's own turns, if configured.
+    Out: one file per part, one record per conversation (id: hash of its content, source, messages), sorted by id, which
+    also decides the part; rejects.jsonl.zst with reasons; stats.json with counts per source.
     """
     input:
-        sources=FLOW.prompt_sources(),
+        # Paths of the user's own files: relative to the working directory, whatever the module's prefix.
+        sources=local(FLOW.outside_files("prompts")),
         synthetic=SYNTHETIC[:1],
     output:
         parts=expand("<results>/prompts/part-{part}.jsonl.zst", part=PARTS),
@@ -18,7 +21,8 @@ rule prompts:
         runtime=60,
     params:
         recipe=FLOW.recipe("prompts"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} prompts --output {output.manifest:q}"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} prompts --output {output.manifest:q}"
         + (" --synthetic {input.synthetic:q}" if SYNTHETIC else "")
         + " {input.sources:q}"

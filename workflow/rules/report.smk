@@ -1,5 +1,9 @@
 rule report:
-    """Show what the run found; every figure and page goes into `snakemake --report`."""
+    """Draw the figures and pages for `snakemake --report`.
+
+    In: the target; training samples; the draft's log and metrics; the stats of all stages; both acceptance.json.
+    Out: summary.html, samples.html and one SVG per figure.
+    """
     input:
         target=rules.target.output.target,
         model=rules.target.output.model,
@@ -11,10 +15,7 @@ rule report:
         vocabulary=rules.vocabulary.output.stats,
         simulated=rules.acceptance_simulated.output.acceptance,
         served=rules.acceptance_served.output.acceptance,
-        stats=[
-            *expand(rules.samples_part.output.stats, part=PARTS),
-            *expand(rules.hidden_states_part.output.stats, part=PARTS),
-        ],
+        stats=[*rules.samples.input.stats, *rules.hidden_states.input.stats],
     output:
         summary=report("<results>/report/summary.html", caption="../report/summary.rst", category="Summary"),
         samples=report("<results>/report/samples.html", caption="../report/samples.rst", category="Data"),
@@ -40,8 +41,9 @@ rule report:
         runtime=30,
     params:
         recipe=FLOW.recipe("report"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} report"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} report"
         " --target {input.target:q} --train {input.train:q}"
         " --training-log {input.log:q} --draft-metrics {input.metrics:q}"
         " --prompts-stats {input.prompts:q} --dataset-stats {input.dataset:q} --vocabulary-stats {input.vocabulary:q}"

@@ -1,7 +1,9 @@
 rule responses_part:
-    """Let the target answer the prompts of one part, turn by turn.
+    """Generate the target's answers to the prompts of one part, turn by turn.
 
-    One record per conversation: request, sampling, prompt ids, generated ids, finish reason, engine and versions.
+    In: the target; the part's prompts.
+    Out: shards of one record per conversation: messages, and for every turn the sampling parameters, prompt and
+    generated token ids, finish reason, engine and versions. A failed conversation keeps its error.
     Wildcards: part.
     """
     input:
@@ -26,13 +28,20 @@ rule responses_part:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("responses"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} responses"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} responses"
         " --target {input.target:q} --prompts {input.prompts:q}"
         " --output {output.manifest:q}"
 
 
 rule responses:
-    """Make the responses of all parts."""
+    """Generate the responses of all parts."""
     input:
-        expand(rules.responses_part.output, part=PARTS),
+        shards=expand(
+            "<results>/responses/part-{part}/shard-{shard}.jsonl.zst",
+            part=PARTS,
+            shard=range(FLOW.config.responses.shards),
+        ),
+        manifests=expand("<results>/responses/part-{part}/manifest.json", part=PARTS),

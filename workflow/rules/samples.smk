@@ -1,7 +1,9 @@
 rule samples_part:
-    """Clean the responses of one part into token samples.
+    """Clean the responses of one part and turn them into token samples.
 
-    A sample holds id, conversation, source, turn, input_ids and spans [start, end) of what the target generated.
+    In: the target (chat template, tokenizer); the part's responses.
+    Out: samples.jsonl.zst (id, conversation, source, turn, input_ids, and spans: the token ranges [start, end) that the
+    target generated); rejects.jsonl.zst with reasons; stats.json with counts and lengths in tokens.
     Wildcards: part.
     """
     input:
@@ -20,13 +22,17 @@ rule samples_part:
         runtime=60,
     params:
         recipe=FLOW.recipe("samples"),
+        results=subpath(output.manifest, ancestor=4),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} samples"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} samples"
         " --target {input.target:q}"
         " --output {output.manifest:q} {input.responses:q}"
 
 
 rule samples:
-    """Make the samples of all parts."""
+    """Clean the responses of all parts."""
     input:
-        expand(rules.samples_part.output, part=PARTS),
+        samples=expand("<results>/samples/part-{part}/samples.jsonl.zst", part=PARTS),
+        rejects=expand("<results>/samples/part-{part}/rejects.jsonl.zst", part=PARTS),
+        stats=expand("<results>/samples/part-{part}/stats.json", part=PARTS),
+        manifests=expand("<results>/samples/part-{part}/manifest.json", part=PARTS),

@@ -1,7 +1,10 @@
 rule synthetic:
-    """Let the target write user turns itself, for a prompt source with `synthetic: true`.
+    """Sample user turns from the target itself, for a prompt source with `synthetic: true`.
 
-    A record holds id and messages: one user message. Part of the workflow only where such a source is configured.
+    Only part of the workflow if such a source is configured.
+    In: the target.
+    Out: prompts.jsonl.zst, one record per usable turn (id, messages: one user message); rejects.jsonl.zst, the others
+    with a reason; stats.json.
     """
     input:
         target=rules.target.output.target,
@@ -23,10 +26,12 @@ rule synthetic:
         machine=FLOW.machine,
     params:
         recipe=FLOW.recipe("synthetic"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --log {log:q} synthetic"
+        "eagle3 --recipe {params.recipe:q} --machine {resources.machine:q} --results {params.results:q}"
+        " --log {log:q} synthetic"
         " --target {input.target:q} --output {output.manifest:q}"
 
 
-# What others read of it: nothing, unless the target is to write prompts.
+# Inputs of other rules: none unless the target writes prompts itself.
 SYNTHETIC = list(rules.synthetic.output) if FLOW.config.prompts.synthetic else []

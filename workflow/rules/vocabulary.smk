@@ -1,7 +1,10 @@
 rule vocabulary:
-    """Choose the draft's tokens from what the target generated in the training split.
+    """Choose the draft vocabulary from the tokens that the target generated in the training split.
 
-    d2t [Vd] int64 (target id = i + d2t[i]), t2d [V] bool, counts [V] int64; coverage in the metadata.
+    In: the target; the training samples.
+    Out: vocabulary.safetensors with, for Vd draft tokens and V target tokens, d2t int64 [Vd] (target id = i + d2t[i]),
+    t2d bool [V] (whether a token is in the draft vocabulary) and counts int64 [V]; stats.json with the coverage, in
+    total and per source.
     """
     input:
         target=rules.target.output.target,
@@ -18,7 +21,8 @@ rule vocabulary:
         runtime=60,
     params:
         recipe=FLOW.recipe("vocabulary"),
+        results=subpath(output.manifest, ancestor=3),
     shell:
-        "eagle3 --recipe {params.recipe:q} --log {log:q} vocabulary"
+        "eagle3 --recipe {params.recipe:q} --results {params.results:q} --log {log:q} vocabulary"
         " --target {input.target:q} --train {input.train:q}"
         " --output {output.manifest:q}"

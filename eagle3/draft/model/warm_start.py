@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from eagle3.config.draft import config_file
 from eagle3.draft.model.config import NAME, DraftConfig, LatentShape, read_draft_config, rope_values
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
@@ -46,11 +47,6 @@ _ROPE: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-
-
-def config_file(folder: Path) -> Path | None:
-    """Return the configuration that counts: draft.json, else config.json; None where there is neither."""
-    return next((folder / name for name in (NAME, _PLAIN) if (folder / name).is_file()), None)
 
 
 def check_config(folder: Path, draft: DraftConfig, target: Target) -> None:
