@@ -19,7 +19,7 @@ from eagle3.target.pin import Target
 from tests.engines import targets
 from tests.engines.conftest import REAL_VLLM
 
-pytestmark = [*REAL_VLLM, pytest.mark.xdist_group("vllm_generate")]
+pytestmark = REAL_VLLM
 
 PARSERS = ("--reasoning-parser", "kimi_k2", "--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice")
 MACHINE = MachineSettings(threads=1, concurrency=8, engine_arguments=("--kv-cache-memory-bytes", "200M"))

@@ -49,9 +49,6 @@ VARIANTS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mla": ("deepseek", (2, 3), {"attention": "mla"}),
 }
 
-# Tests of one variant share its server.
-EACH = {name: pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in VARIANTS}
-
 
 class Serving(NamedTuple):
     """All requests, answered with a draft."""
@@ -127,7 +124,7 @@ def logits_after(target: Target, prefix: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("serving", [EACH["eagle-3"]], indirect=True)
+@pytest.mark.parametrize("serving", ["eagle-3"], indirect=True)
 def test_drafts_are_counted_and_change_nothing(serving: Serving) -> None:
     drafted = serving.answers
     prefixes = [[20, 40, 60], [20, 40, 61, 90, 100]]
@@ -152,7 +149,7 @@ def test_drafts_are_counted_and_change_nothing(serving: Serving) -> None:
     assert min(plain.seconds, drafted.seconds) > 0
 
 
-@pytest.mark.parametrize("serving", EACH.values(), indirect=True)
+@pytest.mark.parametrize("serving", VARIANTS, indirect=True)
 def test_every_draft_is_that_of_the_training_forward(serving: Serving) -> None:
     """Training on what was so far and the drafts, from states by transformers, predicts every draft of every step."""
     target, draft, answers = serving.target, serving.draft, serving.answers

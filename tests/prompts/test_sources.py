@@ -155,7 +155,7 @@ class TestFaults:
             ("a.json", b"[{}, ", r"(?s)cannot be read.*a\.json.*line 1"),
             ("a.parquet", b"PAR1 but not really", r"(?s)cannot be read.*a\.parquet"),
             ("a.jsonl.gz", b"not gzip", r"(?s)cannot be read.*a\.jsonl\.gz"),
-            ("a.jsonl.gz", gzip.compress(b"x" * 10_000)[:-9], r"(?s)cannot be read.*a\.jsonl\.gz"),
+            ("a.jsonl.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-9], r"(?s)cannot be read.*a\.jsonl\.gz"),
             ("a.jsonl.zst", zstandard.compress(lines({"turns": ["a"]}))[:-3], r"(?s)cannot be read.*frame"),
             ("a.csv", b"a,b\n", r"(?s)unknown kind of prompt source.*a\.csv.*\.jsonl"),
         ],

@@ -19,7 +19,7 @@ from eagle3.target.pin import load_target
 from tests.engines.conftest import REAL_VLLM
 from tests.workflow.conftest import ROOT, Project
 
-pytestmark = [*REAL_VLLM, pytest.mark.timeout(1200), pytest.mark.xdist_group("kimi-nano")]
+pytestmark = [*REAL_VLLM, pytest.mark.timeout(1200)]
 
 CONFIG = "config/kimi-nano.yaml"
 
