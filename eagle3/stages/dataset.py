@@ -1,4 +1,4 @@
-"""Dataset: merge the samples of all parts, shuffle them and split them by conversation.
+"""Dataset: the samples of all parts in, shuffled training and evaluation samples out, split by conversation.
 
 Order and split follow from hashes of seed and ids: they do not depend on how the samples were divided into parts, and
 adding a source leaves those of the others unchanged. The same holds for answers that repeat another one of their

@@ -1,4 +1,4 @@
-"""Prompts: read the sources, check them, remove duplicates, and divide them into parts."""
+"""Prompts: rows of all sources in, checked and deduplicated prompts out, divided into parts."""
 
 from __future__ import annotations
 

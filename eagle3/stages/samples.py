@@ -1,4 +1,4 @@
-"""Samples: raw responses become clean token samples with spans; what is not clean is rejected with a reason.
+"""Samples: raw responses in, clean token samples with spans out; what is not clean is rejected with a reason.
 
 A sample is one generation: the prompt's ids and the generated ids, exactly as the engine saw and produced them. Its
 span is the generated part. Nothing is rendered or tokenised again. Provided answers are marked `off_policy`.
