@@ -15,7 +15,7 @@ from eagle3.records import Sample
 
 Rows = Mapping[str, Any]
 
-# The first so many training samples (they are shuffled) are those that samples of every source are picked from.
+# Samples to show are picked from this many at the start of the training data, which is shuffled.
 _LOOKED_AT = 2000
 _SHOWN = 10
 # Longer texts lose their middle.
@@ -52,7 +52,7 @@ pre {{ font: 13px/1.5 monospace; white-space: pre-wrap; overflow-wrap: anywhere;
 
 
 def write(path: Path, title: str, *parts: str) -> None:
-    """Write a page; it stands alone, without scripts, links or images."""
+    """Write a page; it is self-contained, without scripts, links or images."""
     path.write_text(_PAGE.format(title=title, body="\n".join(part for part in parts if part)), encoding="utf-8")
 
 

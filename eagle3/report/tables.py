@@ -17,7 +17,8 @@ def draft(measured: Mapping[str, Record]) -> Rows:
         rows[f"acceptance length, {kind}"] = found["acceptance_length"]
         rows[f"verification steps, {kind}"] = found["steps"]
         if "on_served_prompts" in found:
-            rows["the same on the prompts that were served"] = found["on_served_prompts"]["acceptance_length"]
+            on_served = found["on_served_prompts"]
+            rows[f"acceptance length, {kind}, on the served prompts"] = on_served["acceptance_length"]
     if served := measured.get("served"):
         speed, pace = served["tokens_per_second"], served["milliseconds_per_token"]
         rows["prompts served"] = served["prompts"]
@@ -27,7 +28,7 @@ def draft(measured: Mapping[str, Record]) -> Rows:
         rows["speed-up"] = speed["with_draft"] / speed["without_draft"]
         rows["ms per token with the draft"] = pace["with_draft"]
         rows["ms per token without"] = pace["without_draft"]
-        rows["answers that are the same with and without"] = served["identical_outputs"]
+        rows["identical answers with and without the draft"] = served["identical_outputs"]
     if sampled := measured.get("sampled"):
         rows["temperature, sampled"] = sampled["temperature"]
     return rows
@@ -38,8 +39,8 @@ def training(metrics: Record) -> Rows:
     return {
         "optimiser steps": metrics["steps"],
         "skipped steps (gradient not finite)": metrics["skipped_steps"],
-        "held-out acceptance length of the weights kept": metrics["acceptance_length"],
-        "expected from the shares by position": metrics["expected_acceptance_length"],
+        "held-out acceptance length of the final weights": metrics["acceptance_length"],
+        "expected from the acceptance by position": metrics["expected_acceptance_length"],
     }
 
 
@@ -52,12 +53,12 @@ def data(samples: Sequence[Record], dataset: Record, vocabulary: Record) -> Rows
         "generations rejected": rows - kept + sum(total["rejects"].values()),
         "training samples": total.get("train samples"),
         "training tokens": tokens,
-        "of which trained on (answers)": supervised,
+        "supervised tokens (answers)": supervised,
         "supervised share": supervised / tokens if tokens else None,
-        "samples of given answers (off-policy)": sum(part["total"].get("off_policy", 0) for part in samples),
+        "samples with provided answers (off-policy)": sum(part["total"].get("off_policy", 0) for part in samples),
         "held-out samples": total.get("eval samples"),
         "draft vocabulary": vocabulary["size"],
-        "its coverage of the answers": vocabulary["coverage"],
+        "draft vocabulary's coverage of the answers": vocabulary["coverage"],
     }
 
 

@@ -1,4 +1,4 @@
-"""Report: what a run found, as figures, tables and a few samples, for `snakemake --report`."""
+"""Report: the statistics of all stages in; figures, tables and a few samples out, for `snakemake --report`."""
 
 from __future__ import annotations
 
