@@ -44,6 +44,11 @@ def build_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start slow tests first, so that no worker is left with a long one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a random 8-layer Llama (H 64, V 320), its tokenizer and chat template."""

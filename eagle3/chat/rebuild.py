@@ -1,8 +1,8 @@
 """Token ids from text, for endpoints that return none.
 
-What the target generated is put together from the parts of the answer: reasoning, its end mark, content, tool calls,
+The generated ids are assembled from the parts of the answer: reasoning, its end mark, content, tool calls,
 end of turn. Every special token becomes its single id; the text between them is tokenised piece by piece. The
-endpoint's own count of generated tokens must come out, or the answer is not used.
+result must have as many tokens as the endpoint counted, or the answer is rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eagle3.chat.template import Chat, with_mapping
 from eagle3.errors import RejectedError
 from eagle3.records import Message
 
-# Stands for the content while the template writes what follows it.
+# A placeholder for the content while the template writes what follows it.
 _CONTENT = "\u241f content \u241f"
 
 
@@ -53,7 +53,7 @@ def rebuild(
 
 
 def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterator[list[int]]:
-    """Yield what may stand before the content, the likelier first."""
+    """Yield what may come before the content, the likelier first."""
     if chat.reasoning_ids is None:
         yield reasoning
         return
@@ -82,10 +82,10 @@ def until_end(chat: Chat, ids: list[int]) -> list[int]:
 
 
 def after_content(chat: Chat, request: ChatPrompt, message: Message) -> str:
-    """Return what stands behind the content of a finished answer: calls of tools, and the end of the turn.
+    """Return what follows the content of a finished answer: tool calls, and the end of the turn.
 
     Raises:
-        RejectedError: the template refuses the answer, or leaves out the content beside calls.
+        RejectedError: the template refuses the answer, or leaves out the content next to tool calls.
     """
     answer: Message = {"role": "assistant", "content": _CONTENT, "tool_calls": message.get("tool_calls") or []}
     _, found, rest = finished_text(chat, request, answer).rpartition(_CONTENT)

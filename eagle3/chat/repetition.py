@@ -1,4 +1,4 @@
-"""Loops: a model that runs in circles says the same passage over and over, at the end of its answer or in the midst."""
+"""Loops: a model that runs in circles repeats a passage over and over, at the end of its answer or in the middle."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
-    """Return the length of a passage that stands in `ids` more than `max_repeats` times in a row, if there is one.
+    """Return the length of a passage that `ids` repeat more than `max_repeats` times in a row, if there is one.
 
     Repetitions count from 32 tokens on. The passage may be broken off in its last repetition only if it is whole
     more than `max_repeats` times without it. Takes linear time: one pass finds, for every 8 tokens, how far back
-    they stood last; a loop shows in one distance that comes again and again. (A passage in which every 8 tokens in
-    a row stand twice would be missed; up to 9 tokens that cannot be.)
+    they last occurred; a loop shows as one distance that keeps recurring. (A passage in which every 8 tokens in
+    a row occur twice would be missed; with up to 9 tokens that is impossible.)
 
     Args:
         ids: [n].
@@ -42,7 +42,7 @@ def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
 
 
 def _distances(array: NDArray[np.int64]) -> list[int]:
-    """Return, for every 8 tokens that stood before, how far back they stood last."""
+    """Return, for every 8 tokens that occurred before, how far back they last did."""
     hashes = array.astype(np.uint64)
     # Of 1, 2 and 4 tokens each are made those of 2, 4 and 8; equal tokens give equal hashes, and others hardly ever.
     for size in (1, 2, 4):

@@ -1,6 +1,6 @@
 """Roles: who wrote which token of a sample, found by the headers that the chat template writes before messages.
 
-For the eye alone: nothing is trained by it. A header of plain words may hide in a token that it shares with the text.
+For display only: nothing is trained by it. A header of plain words may hide in a token that it shares with the text.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Roles:
 
 
 def _headers(chat: Chat) -> dict[str, str]:
-    """Return, per role, what the template writes before a message of it, however the conversation went before."""
+    """Return, per role, what the template writes before each of its messages, whatever came earlier."""
     turn = ("user", "assistant")
     probes = (turn * 2, ("system", *turn * 2), ("user", "call", "tool", "tool", *turn))
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Chat: messages become prompt ids, generated ids become a message, as the target's own chat template has it.
+"""Chat: messages become prompt ids, generated ids become a message, as the target's own chat template defines.
 
 A finished conversation is never rendered for training: templates blank old reasoning. What is trained on is
 the prompt as rendered for generation, followed by the ids that the engine produced.
@@ -51,7 +51,7 @@ class Chat:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """Control tokens that the target writes inside its answers, but for those around reasoning: marks of calls."""
+        """Control tokens that the target writes inside its answers, except around reasoning: marks of tool calls."""
         ids = self.answer_ids - self.stop_ids - set(self.reasoning_ids or ())
         return frozenset(self.control[id] for id in ids)
 
@@ -115,7 +115,7 @@ class Chat:
             return self.apply([*history, *last], tools, template_kwargs, generate=answer is None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise texts as they stand, control tokens as single ids; fast tokenizers use all cores for many texts."""
+        """Tokenise texts unchanged, control tokens as single ids; fast tokenizers use all cores for many texts."""
         if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             return [found.ids for found in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]

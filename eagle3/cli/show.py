@@ -26,7 +26,7 @@ STYLES = {
     "answer": "green",
     "special": "red",
 }
-# Data must not steer the terminal: control characters are shown as their pictures.
+# Data must not control the terminal: control characters are shown as their pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 _PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 

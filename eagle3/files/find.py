@@ -21,7 +21,7 @@ def find_files(path: str, setting: str = "prompts.sources") -> list[Path]:
         Eagle3Error: there is none.
     """
     folder = Path(path).is_dir()
-    # `glob` unlike `Path.glob` takes absolute patterns and passes over hidden files.
+    # `glob` unlike `Path.glob` takes absolute patterns and skips hidden files.
     found = glob.glob(f"{glob.escape(path)}/**/*" if folder else path, recursive=True)  # noqa: PTH207
     if folder:
         found = [name for name in found if name.endswith(SUFFIXES)]

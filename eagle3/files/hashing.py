@@ -1,4 +1,4 @@
-"""Choices that depend on content alone: stable hashes, so that one record more or less moves no other."""
+"""Choices that depend on content alone: stable hashes, so that adding or removing a record moves no other."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def fraction_of(digits: str) -> float:
 
 
 def sha256(path: Path) -> str:
-    """Return the sha256 of a file (about 1.5 GB/s a core)."""
+    """Return the sha256 of a file (about 1.5 GB/s per core)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

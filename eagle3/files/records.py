@@ -22,7 +22,7 @@ from eagle3.files.atomic import atomic_write
 Record = dict[str, Any]
 Item = TypeVar("Item")
 
-# Level 3 packs token ids to about 30% at 200 MB/s a core; higher levels gain little. Part of the file's bytes.
+# Level 3 compresses token ids to about 30% at 200 MB/s per core; higher levels gain little. Part of the file's bytes.
 ZSTD_LEVEL = 3
 
 

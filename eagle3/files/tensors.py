@@ -24,7 +24,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
     data = save({name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}, metadata=dict(metadata))
     length = int.from_bytes(data[:8], "little")
     header = orjson.dumps(orjson.loads(data[8 : 8 + length]), option=orjson.OPT_SORT_KEYS)
-    # Tensor data starts at a multiple of 8, as the format's own writer has it.
+    # Tensor data starts at a multiple of 8, as in the format's own writer.
     header += b" " * (-len(header) % 8)
     with atomic_write(path) as temporary:
         temporary.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])

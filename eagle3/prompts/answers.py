@@ -1,4 +1,4 @@
-"""Given answers: messages of the assistant, and results of tools, as the chat template wants them.
+"""Answers of a source: assistant messages and tool results, in the form that chat templates expect.
 
 Reasoning comes under `reasoning`, whatever it was called; tool calls in OpenAI's form, with arguments as JSON text.
 """
@@ -26,7 +26,7 @@ def read_answer(message: Mapping[str, Any], text: str) -> Message:
         text: its content as text; inline reasoning, `<think>...</think>` at its start, is taken out of it.
 
     Raises:
-        RejectedError: `reasoning_form` if reasoning is no text or stands in two places, `bad_tool_call`.
+        RejectedError: `reasoning_form` if reasoning is not text or is in two places, `bad_tool_call`.
     """
     found = [value for key in _REASONING_KEYS if (value := message.get(key))]
     if not all(isinstance(value, str) for value in found):

@@ -1,8 +1,8 @@
 """Conversations: one row of any known form becomes what the target is to answer, or what was answered.
 
-Where the target answers anew, recorded answers only say where one turn ends and the next begins, and a conversation
-ends before the first result of a tool: the target's own calls will be others. Where the given answers are used as
-they are, they are kept, with their reasoning, their calls of tools and what those returned.
+Where the target answers itself, recorded answers only say where one turn ends and the next begins, and a conversation
+ends before the first tool result: the target's own calls will differ. Where the answers are used as is, they are
+kept, with their reasoning, their tool calls and what those returned.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _ROLES = {
 
 
 class Conversation(NamedTuple):
-    """An optional system message, then the user's turns; with the answers between them, if the given ones are used."""
+    """An optional system message, then the user's turns; with the answers between them where those are used as is."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     cut: bool = False
-    """Whether it was cut before the first result of a tool."""
+    """Whether it was cut before the first tool result."""
 
     @property
     def id(self) -> str:

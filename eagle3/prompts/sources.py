@@ -38,7 +38,7 @@ def stem(path: Path) -> str:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a source file in constant memory (but for `.json`, which is read whole).
+    """Yield the rows of a source file in constant memory (except `.json`, which is read whole).
 
     Raises:
         Eagle3Error: the file is missing, unreadable, truncated or of an unknown kind.
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from _json_lines(_chunks(path))
         else:
             raise Eagle3Error(
-                "a prompt source is of a kind that is not known",
+                "unknown kind of prompt source",
                 where=path,
                 found=path.suffix or "no suffix",
                 expected=f"one of {', '.join(SUFFIXES)}",
@@ -81,7 +81,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _decompressed(read: Callable[[int], bytes], path: Path) -> Iterator[bytes]:
-    """Decompress any number of zstd frames; zstandard itself says nothing of a truncated last one."""
+    """Decompress any number of zstd frames; zstandard itself does not report a truncated last one."""
     frame = None
     while chunk := read(_CHUNK):
         while chunk:
@@ -121,7 +121,7 @@ def _json_line(number: int, line: bytes) -> Iterator[Row]:
 
 
 def _diagnose(number: int, line: bytes, problem: str) -> Row:
-    """Say why a line is not JSON; orjson has one message for all."""
+    """Say why a line is not JSON; orjson has one message for all causes."""
     try:
         value = json.loads(line.decode())
         orjson.dumps(value)

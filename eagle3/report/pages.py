@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import html
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eagle3.chat.roles import ROLES, Roles
-from eagle3.files.records import Record, in_turn, read_records
+from eagle3.files.records import in_turn, read_records
 from eagle3.records import Sample
 
 Rows = Mapping[str, Any]
 
-# The first so many training samples (they are shuffled) are those that samples of every source are picked from.
+# Samples to show are picked from this many at the start of the training data, which is shuffled.
 _LOOKED_AT = 2000
 _SHOWN = 10
 # Longer texts lose their middle.
@@ -52,57 +52,23 @@ pre {{ font: 13px/1.5 monospace; white-space: pre-wrap; overflow-wrap: anywhere;
 
 
 def write(path: Path, title: str, *parts: str) -> None:
-    """Write a page; it stands alone, without scripts, links or images."""
+    """Write a page; it is self-contained, without scripts, links or images."""
     path.write_text(_PAGE.format(title=title, body="\n".join(part for part in parts if part)), encoding="utf-8")
 
 
 def table(title: str, rows: Rows) -> str:
     """Return a table of names and values; what is None is left out."""
-    return _grid(title, (), [(name, value) for name, value in rows.items() if value is not None])
+    return grid(title, (), [(name, value) for name, value in rows.items() if value is not None])
 
 
-def sources(prompts: Record, samples: Sequence[Record], dataset: Record, vocabulary: Record) -> str:
-    """Return a table with a row per source: what became of its rows, and how well the draft vocabulary covers it."""
-    rows = []
-    for name, read in prompts["sources"].items():
-        made: Counter[str] = Counter()
-        for part in samples:
-            made.update({k: v for k, v in part["sources"].get(name, {}).items() if k != "rejects"})
-        kept = dataset["sources"].get(name, {})
-        rows.append(
-            (
-                name,
-                read["rows"],
-                read.get("prompts", 0),
-                made["rows"],
-                kept.get("train samples", 0),
-                kept.get("eval samples", 0),
-                made["off_policy"],
-                made["tokens"],
-                made["generated"] / made["tokens"] if made["tokens"] else None,
-                vocabulary["sources"].get(name),
-            )
-        )
-    headings = ("rows", "prompts", "answers", "training", "held out", "off-policy", "tokens", "supervised", "covered")
-    return _grid("Sources", headings, rows) if rows else ""
-
-
-def reasons(prompts: Record, samples: Sequence[Record], dataset: Record) -> str:
-    """Return a table of what was rejected: reasons in rows, sources in columns."""
-    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for stage, parts in (("prompts", [prompts]), ("samples", samples), ("dataset", [dataset])):
-        for part in parts:
-            for source, found in part["sources"].items():
-                for reason, count in found["rejects"].items():
-                    counts[stage, reason][source] += count
-    if not counts:
-        return ""
-    names = sorted({source for found in counts.values() for source in found})
-    rows = [
-        (f"{stage}: {reason}", *(found[name] or None for name in names), found.total())
-        for (stage, reason), found in counts.items()
-    ]
-    return _grid("Rejected, by stage and reason", (*names, "in all"), rows)
+def grid(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table; each row begins with its name, and a value of None leaves its cell empty."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
+    cells = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(_text(value))}</td>" for value in row) + "</tr>" for row in rows
+    )
+    top = f"<tr><th></th>{head}</tr>\n" if headings else ""
+    return f"<table>\n<caption>{html.escape(title)}</caption>\n{top}{cells}\n</table>"
 
 
 def samples(train: Path, roles: Roles) -> Iterator[str]:
@@ -138,15 +104,6 @@ def _segment(role: str, generated: bool, text: str) -> str:
     else:
         text = html.escape(text)
     return f'<span class="{classes}">{text}</span>'
-
-
-def _grid(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
-    cells = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(_text(value))}</td>" for value in row) + "</tr>" for row in rows
-    )
-    top = f"<tr><th></th>{head}</tr>\n" if headings else ""
-    return f"<table>\n<caption>{html.escape(title)}</caption>\n{top}{cells}\n</table>"
 
 
 def _text(value: Any) -> str:

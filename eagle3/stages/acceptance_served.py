@@ -71,14 +71,14 @@ def make(
     counts = {
         "engine": identity["name"],
         "prompts": len(samples),
-        "acceptance length": greedy["acceptance_length"],
+        "acceptance_length": greedy["acceptance_length"],
         "per position": greedy["per_position"],
         "identical outputs": greedy["identical_outputs"],
         **_speeds(greedy),
     }
     if sampled:
         manner = f"at temperature {settings.temperature:g}"
-        counts[f"acceptance length {manner}"] = sampled["acceptance_length"]
+        counts[f"acceptance_length {manner}"] = sampled["acceptance_length"]
         counts |= {f"{name} {manner}": value for name, value in _speeds(sampled).items()}
     return counts
 

@@ -1,7 +1,7 @@
-"""Dataset: merge the samples of all parts, shuffle them and split them by conversation.
+"""Dataset: the samples of all parts in, shuffled training and evaluation samples out, split by conversation.
 
 Order and split follow from hashes of seed and ids: they do not depend on how the samples were divided into parts, and
-another source leaves those of the others as they are. The same holds for answers that repeat another one of their
+adding a source leaves those of the others unchanged. The same holds for answers that repeat another one of their
 source: the one with the lowest id stays.
 """
 
@@ -35,7 +35,7 @@ def make(settings: DatasetSettings, *, samples: Sequence[Path], folder: Path) ->
         folder: where to work.
 
     Raises:
-        Eagle3Error: no sample to train on or to evaluate on is left, or a sample is there twice.
+        Eagle3Error: no sample to train on or to evaluate on is left, or a sample id is duplicated.
     """
     conversations: dict[str, Counter[str]] = defaultdict(Counter)
     spool = Spool(folder / ".spool")
@@ -58,7 +58,7 @@ def make(settings: DatasetSettings, *, samples: Sequence[Path], folder: Path) ->
         for _, record in spool:
             id, source = record["id"], record["source"]
             if id == previous:
-                raise Eagle3Error("a sample is there twice", where=id, found=", ".join(map(str, samples)))
+                raise Eagle3Error("duplicate sample id", where=id, found=", ".join(map(str, samples)))
             previous = id
             counts[source]["rows"] += 1
             if (kept := repeats.kept_instead(id)) is not None:
@@ -110,7 +110,7 @@ class _Repeats:
 
 
 def _summary(counts: Mapping[str, Counter[str]], repeats: _Repeats) -> dict[str, Any]:
-    """Return all counts, per source and in all; every row is accounted for."""
+    """Return all counts, per source and in total; every row is accounted for."""
     rejected = Counter(repeats.sources.values())
     for source, found in counts.items():
         assert found["rows"] == found["train samples"] + found["eval samples"] + rejected[source]

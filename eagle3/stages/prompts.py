@@ -1,4 +1,4 @@
-"""Prompts: read the sources, check them, remove duplicates, and divide them into parts."""
+"""Prompts: rows of all sources in, checked and deduplicated prompts out, divided into parts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def make(
 ) -> dict[str, Any]:
     """Write `part-{p}.jsonl.zst`, `rejects.jsonl.zst` and `stats.json` into `folder`.
 
-    A part holds the prompts whose id falls into its range of the hash, sorted by id: a prompt more or less changes
-    one part. Where prompts repeat each other, the first one in the order of the sources stays.
+    A part holds the prompts whose id falls into its range of the hash, sorted by id: adding or removing a
+    prompt changes one part. Where prompts repeat each other, the first one in the order of the sources stays.
 
     Args:
         settings: the sources and what to take of them.
@@ -35,7 +35,7 @@ def make(
     """
     if (found := settings.outside_files()) != list(sources):
         raise Eagle3Error(
-            "the files of the prompt sources are not those that were planned",
+            "the files of the prompt sources have changed since they were planned",
             found=", ".join(map(str, found)),
             expected=", ".join(map(str, sources)),
             remedy="run the command again",

@@ -1,4 +1,4 @@
-"""Report: what a run found, as figures, tables and a few samples, for `snakemake --report`."""
+"""Report: the statistics of all stages in; figures, tables and a few samples out, for `snakemake --report`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from eagle3.chat.roles import Roles
 from eagle3.chat.template import load_chat
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_json
-from eagle3.report import figures, pages
-from eagle3.report.pages import Rows
+from eagle3.report import figures, pages, tables
 from eagle3.target.pin import load_target
 
 # The files that `make` writes, whatever its inputs hold; each figure has a caption in workflow/report/.
@@ -69,14 +68,14 @@ def make(
     prompts, dataset = read_json(prompts_stats), read_json(dataset_stats)
     _draw(_read_log(training_log), measured, samples, dataset, vocabulary, folder)
     sections = {
-        "Draft": _draft_rows(measured),
-        "Training": _training_rows(read_json(draft_metrics)),
-        "Data": _data_rows(samples, dataset, vocabulary),
-        "Hidden states": _state_rows([read_json(path) for path in hidden_states_stats]),
+        "Draft": tables.draft(measured),
+        "Training": tables.training(read_json(draft_metrics)),
+        "Data": tables.data(samples, dataset, vocabulary),
+        "Hidden states": tables.hidden_states([read_json(path) for path in hidden_states_stats]),
     }
-    tables = [pages.table(title, rows) for title, rows in sections.items() if rows]
-    tables += [pages.sources(prompts, samples, dataset, vocabulary), pages.reasons(prompts, samples, dataset)]
-    pages.write(folder / SUMMARY, "Summary", *tables)
+    parts = [pages.table(title, rows) for title, rows in sections.items() if rows]
+    parts += [tables.sources(prompts, samples, dataset, vocabulary), tables.reasons(prompts, samples, dataset)]
+    pages.write(folder / SUMMARY, "Summary", *parts)
     pages.write(folder / SAMPLES, "Samples", *pages.samples(train, Roles(load_chat(load_target(target)))))
     return {"figures": len(FIGURES), **sections["Draft"]}
 
@@ -163,67 +162,3 @@ def _samples(parts: Sequence[Record], dataset: Record) -> dict[str, Figure]:
     kept = sum(part["total"]["samples"] for part in parts) - sum(repeated.values())
     rejects.update(repeated)
     return {"lengths": figures.lengths(lengths), "rejects": figures.rejects(rejects, kept)}
-
-
-def _draft_rows(measured: Mapping[str, Record]) -> Rows:
-    rows: dict[str, Any] = {}
-    for kind, found in measured.items():
-        rows[f"acceptance length, {kind}"] = found["acceptance_length"]
-        rows[f"verification steps, {kind}"] = found["steps"]
-        if "on_served_prompts" in found:
-            rows["the same on the prompts that were served"] = found["on_served_prompts"]["acceptance_length"]
-    if served := measured.get("served"):
-        speed, pace = served["tokens_per_second"], served["milliseconds_per_token"]
-        rows["prompts served"] = served["prompts"]
-        rows["engine"] = _engine(served["engine"])
-        rows["tokens/s with the draft"] = speed["with_draft"]
-        rows["tokens/s without"] = speed["without_draft"]
-        rows["speed-up"] = speed["with_draft"] / speed["without_draft"]
-        rows["ms per token with the draft"] = pace["with_draft"]
-        rows["ms per token without"] = pace["without_draft"]
-        rows["answers that are the same with and without"] = served["identical_outputs"]
-    if sampled := measured.get("sampled"):
-        rows["temperature, sampled"] = sampled["temperature"]
-    return rows
-
-
-def _engine(identity: Mapping[str, str]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in identity.items() if name != "name")
-    return f"{identity['name']} ({versions})"
-
-
-def _training_rows(metrics: Record) -> Rows:
-    return {
-        "optimiser steps": metrics["steps"],
-        "skipped steps (gradient not finite)": metrics["skipped_steps"],
-        "held-out acceptance length of the weights kept": metrics["acceptance_length"],
-        "expected from the shares by position": metrics["expected_acceptance_length"],
-    }
-
-
-def _data_rows(samples: Sequence[Record], dataset: Record, vocabulary: Record) -> Rows:
-    rows, kept = (sum(part["total"][name] for part in samples) for name in ("rows", "samples"))
-    total = dataset["total"]
-    tokens, supervised = total.get("train tokens"), total.get("train supervised tokens")
-    return {
-        "generations rejected": rows - kept + sum(total["rejects"].values()),
-        "training samples": total.get("train samples"),
-        "training tokens": tokens,
-        "of which trained on (answers)": supervised,
-        "supervised share": supervised / tokens if tokens else None,
-        "samples of given answers (off-policy)": sum(part["total"].get("off_policy", 0) for part in samples),
-        "held-out samples": total.get("eval samples"),
-        "draft vocabulary": vocabulary["size"],
-        "its coverage of the answers": vocabulary["coverage"],
-    }
-
-
-def _state_rows(parts: Sequence[Record]) -> Rows:
-    stored = sum(part["stored"] for part in parts)
-    agreed = sum(part["teacher_agreement"] * part["stored"] for part in parts)
-    return {
-        "samples captured": stored,
-        "samples that could not be captured": sum(sum(part["failed"].values()) for part in parts),
-        "agreement with the engine's own next token": agreed / stored if stored else None,
-        "size (GB)": sum(part["bytes"] for part in parts) / 1e9,
-    }

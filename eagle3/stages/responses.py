@@ -1,4 +1,4 @@
-"""Responses: let the target answer every prompt, turn by turn, and keep the raw, token-exact records.
+"""Responses: prompts in, the target's answers to them out, turn by turn, as raw, token-exact records.
 
 Turns go in *waves*: wave t asks the t-th turn of every conversation, so that later turns see the target's own
 earlier answers. Where an engine's rounding depends on what it computes together, a wave is cut into fixed groups.
@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from eagle3.chat.given import answer_as_given, is_given
+from eagle3.chat.provided import has_answers, provided_responses
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.responses import ResponsesSettings
 from eagle3.console import progress
@@ -68,18 +68,18 @@ def make(
     missing = [number for number, path in enumerate(paths) if not _is_complete(path, shards[number])]
     if missing:
         chat = load_chat(pinned)
-        asked = [[_Conversation(prompt) for prompt in shards[number] if not is_given(prompt)] for number in missing]
+        asked = [[_Conversation(prompt) for prompt in shards[number] if not has_answers(prompt)] for number in missing]
         identity: dict[str, str] = {}
         if any(asked):
-            run = _Run(settings, pinned, chat, asked)
+            responder = _Responder(settings, pinned, chat, asked)
             with open_engine(engine, machine, pinned, folder) as opened, RecordLog(folder / ".turns.jsonl") as log:
-                run.answer(opened, log)
+                responder.answer(opened, log)
                 identity = {"name": opened.name, **opened.versions}
         for number, conversations in zip(missing, asked, strict=True):
             answered = (conversation.record(identity) for conversation in conversations)
-            held = [*filter(is_given, shards[number])]
-            given = answer_as_given(chat, held, settings.template_kwargs) if held else ()
-            write_records(paths[number], heapq.merge(answered, given, key=itemgetter("id")))
+            held = [*filter(has_answers, shards[number])]
+            provided = provided_responses(chat, held, settings.template_kwargs) if held else ()
+            write_records(paths[number], heapq.merge(answered, provided, key=itemgetter("id")))
     return _counts(paths)
 
 
@@ -119,8 +119,8 @@ class _Conversation:
             template_kwargs=settings.template_kwargs,
         )
 
-    def take(self, request: GenerationRequest, sampling: Sampling, answer: Generation) -> None:
-        """Record a turn's outcome; after an error the conversation is over."""
+    def add_answer(self, request: GenerationRequest, sampling: Sampling, answer: Generation) -> None:
+        """Record the answer to a turn; an error ends the conversation."""
         asked = {
             "messages": request.messages,
             "sampling": asdict(sampling),
@@ -150,8 +150,8 @@ class _Conversation:
 Wave = list[tuple[_Conversation, GenerationRequest]]
 
 
-class _Run:
-    """The work on the conversations of one part."""
+class _Responder:
+    """Lets the target answer the conversations of one part."""
 
     def __init__(
         self, settings: ResponsesSettings, target: Target, chat: Chat, shards: Sequence[Sequence[_Conversation]]
@@ -178,7 +178,7 @@ class _Run:
                     asked = {request.id: (conversation, request) for conversation, request in group}
                     for answer in resumable.generate([request for _, request in group], self._sampling):
                         conversation, request = asked[answer.id]
-                        conversation.take(request, self._sampling, answer)
+                        conversation.add_answer(request, self._sampling, answer)
                         self._check(answer)
                         tokens += len(answer.token_ids)
                         bar.set_postfix_str(self._state(tokens, perf_counter() - started), refresh=False)
@@ -187,7 +187,7 @@ class _Run:
     def _wave(self, size: int | None) -> list[Wave]:
         """Return the next turn of every conversation, in groups that are computed together, short prompts first.
 
-        A group never spans two shards: a shard that has to be made anew then comes out the same.
+        A group never spans two shards: a shard that has to be rebuilt then comes out the same.
         """
         groups: list[Wave] = []
         everything: Wave = []
@@ -216,8 +216,8 @@ class _Run:
                 raise RejectedError("prompt_too_long", f"{detail}, the target takes {self._context:,}")
         except RejectedError as error:
             answer = failed(request, error.code, error.detail)
-            conversation.take(request, self._sampling, answer)
-            # What a user wrote is no sign that something has to be mended; all else may be a wrong setting.
+            conversation.add_answer(request, self._sampling, answer)
+            # Text that a user wrote does not point to a wrong setting; every other error may.
             if error.code != "special_token_in_text":
                 self._check(answer)
             return None
@@ -239,7 +239,7 @@ class _Run:
                 "too many requests failed",
                 found="\n            ".join(self._errors[:_QUOTED_ERRORS]),
                 expected=f"at most {self._errors_allowed:,} (`responses.max_error_share`)",
-                remedy="mend the cause and run the command again: the good answers are kept",
+                remedy="fix the cause and run the command again: the good answers are kept",
             )
 
 

@@ -1,7 +1,7 @@
-"""Samples: raw responses become clean token samples with spans; what is not clean is rejected with a reason.
+"""Samples: raw responses in, clean token samples with spans out; what is not clean is rejected with a reason.
 
 A sample is one generation: the prompt's ids and the generated ids, exactly as the engine saw and produced them. Its
-span is the generated part. Nothing is rendered or tokenized again. Samples of given answers are marked `off_policy`.
+span is the generated part. Nothing is rendered or tokenised again. Provided answers are marked `off_policy`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.chat.given import NAME as GIVEN
+from eagle3.chat.provided import NAME as PROVIDED
 from eagle3.chat.repetition import loop_period
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.samples import SamplesSettings
@@ -50,7 +50,7 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
                     {"id": id, "source": source, "reason": fault.code, "detail": fault.detail, "record": turn}
                 )
             else:
-                if response["engine"].get("name") == GIVEN:
+                if response["engine"].get("name") == PROVIDED:
                     sample["off_policy"] = True
                 stats.accepted(source, sample, reasoning)
                 samples.write({"id": id, "conversation": response["id"], "source": source, "turn": number, **sample})

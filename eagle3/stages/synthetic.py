@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from eagle3.config.engine import EngineSettings
     from eagle3.config.machine import MachineSettings
 
-# Stands for a message in the template; no template writes it, and it is neither trimmed nor escaped.
+# A placeholder for a message; no template writes it, and none trims or escapes it.
 _MARKER = "eagle3usermessage"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class UserTurn(NamedTuple):
-    """Where a user's message stands in the chat template."""
+    """Where a user's message is in the chat template."""
 
     opening: list[int]
     """Token ids up to the message."""
@@ -131,7 +131,7 @@ def _sample(
                         "a user turn could not be sampled",
                         where=answer.id,
                         found=answer.error,
-                        remedy="mend the cause and run the command again: the turns so far are kept",
+                        remedy="fix the cause and run the command again: the turns so far are kept",
                     )
                 answers[answer.id] = answer
                 bar.update(1)

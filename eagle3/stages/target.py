@@ -1,4 +1,4 @@
-"""Target: find or fetch the model, check that it can be used, and record exactly which one it is."""
+"""Target: a model's name or folder in, `target.json` out: where the model is, and exactly which one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Vocabulary: choose the target tokens that the draft can propose.
+"""Vocabulary: training samples in, the target tokens that the draft model can propose out.
 
 Counted on the generated part of the training samples alone; tokens that steer a conversation (end of turn, end of
-reasoning, marks of tool calls) are always in.
+reasoning, marks of tool calls) are always included.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from eagle3.chat.template import Chat, load_chat
 from eagle3.config.vocabulary import VocabularySettings
 from eagle3.console import progress
 from eagle3.errors import Eagle3Error
+from eagle3.files.hashing import sha256
 from eagle3.files.records import read_records, write_json
 from eagle3.files.tensors import write_tensors
 from eagle3.target.pin import load_target
@@ -33,7 +33,7 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
     """Write `vocabulary.safetensors` and `stats.json` into `folder`.
 
     Tensors: `d2t` int64 [Vd] (target id = i + d2t[i], ascending), `t2d` bool [V] (whether a target token is in the
-    draft vocabulary), `counts` int64 [V] (in the training spans). The metadata holds the coverage, in all and per
+    draft vocabulary), `counts` int64 [V] (in the training spans). The metadata holds the coverage, in total and per
     source, the sha256 of the training data and the target's revision.
 
     Raises:
@@ -58,15 +58,13 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
     assert np.array_equal(np.flatnonzero(t2d), d2t + np.arange(len(d2t)))
     coverage = _coverage(counts, t2d)
     sources = {name: _coverage(found, t2d) for name, found in sorted(by_source.items())}
-    with train.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     write_tensors(
         folder / "vocabulary.safetensors",
         {"d2t": d2t, "t2d": t2d, "counts": counts},
         {
             "coverage": f"{coverage:.6f}",
             "coverage_per_source": orjson.dumps(sources, option=orjson.OPT_SORT_KEYS).decode(),
-            "data_sha256": digest,
+            "data_sha256": sha256(train),
             "target_revision": pinned.revision,
         },
     )
@@ -83,7 +81,7 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
 
 
 def count_tokens(train: Path, vocab_size: int) -> dict[str, Ids]:
-    """Return, per source, how often each target token stands in the spans: int64 [V].
+    """Return, per source, how often each target token occurs in the spans: int64 [V].
 
     Raises:
         Eagle3Error: a token id lies outside the target's vocabulary.

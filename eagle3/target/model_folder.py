@@ -1,4 +1,4 @@
-"""Pinning the target: find or fetch the model, check that it can be used, and say exactly which one it is."""
+"""The target's model folder: find or download it, check that it can be used, and identify its exact contents."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def locate(settings: TargetSettings) -> Path:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", settings.model):
         return _download(settings)
     raise Eagle3Error(
-        "the target is not to be found",
+        "the target was not found",
         where="target.model",
         found=settings.model,
         expected=f"`{demo.NAME}`, an existing folder, or a hub id (owner/name)",
@@ -74,7 +74,7 @@ def _download(settings: TargetSettings) -> Path:
     # The hub client raises errors of its own, of its HTTP library and of the system; all mean the same here.
     except Exception as error:
         raise Eagle3Error(
-            "the target is no local folder, and fetching it from the hub failed",
+            "the target is not a local folder, and downloading it from the hub failed",
             where=f"target.model: {settings.model}, revision {settings.revision or 'main'}",
             found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             remedy="check the name, the network and HF_TOKEN, or give the path of a model folder",
@@ -84,7 +84,7 @@ def _download(settings: TargetSettings) -> Path:
 def read_text_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     """Return the text model's config as published, plus the ids that end a generation.
 
-    The file's own values are kept, so that the pin does not change with the installed transformers; only
+    The file's own values are kept, so that `target.json` does not change with the installed transformers; only
     keys that it leaves to the class's defaults are filled in.
     """
     if not (folder / "config.json").is_file():

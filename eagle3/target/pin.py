@@ -1,4 +1,4 @@
-"""The target model, pinned: where it is, exactly which one, and what later stages must know of its shape.
+"""The target model, pinned: where it is, exactly which one, and its shape, as later stages need it.
 
 Every stage reads this module; how a target is found and checked is in `eagle3.target.model_folder`.
 """
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.files.records import read_json
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from eagle3.files.records import read_json, write_json, write_records
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.stages import hidden_states as capture
 from eagle3.target.weights import HeadWeights
+from tests.conftest import build_once
 
 H, V, A = 32, 97, 3
 
@@ -134,9 +135,19 @@ class LocalEngine:
 @pytest.fixture(scope="session")
 def inputs(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """40 greedy answers of the tiny target, 8 of them held out, with their hidden states in two shards."""
+    folder = build_once(tmp_path_factory, "draft-inputs", lambda folder: make_inputs(tiny_target, folder))
+    return Inputs(
+        target=folder / "target.json",
+        train=folder / "train.jsonl.zst",
+        evaluation=folder / "eval.jsonl.zst",
+        vocabulary=folder / "vocabulary.safetensors",
+        hidden_states=sorted((folder / "hidden_states").glob("shard-*.safetensors")),
+    )
+
+
+def make_inputs(tiny_target: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("draft-inputs")
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     records = []
@@ -178,13 +189,6 @@ def inputs(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Input
             samples=folder / "samples.jsonl.zst",
             folder=states,
         )
-    return Inputs(
-        target=folder / "target.json",
-        train=folder / "train.jsonl.zst",
-        evaluation=folder / "eval.jsonl.zst",
-        vocabulary=folder / "vocabulary.safetensors",
-        hidden_states=sorted(states.glob("shard-*.safetensors")),
-    )
 
 
 @pytest.fixture(scope="module")

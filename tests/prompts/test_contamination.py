@@ -14,7 +14,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, read_records
 from eagle3.prompts.contamination import Contamination, words_of
 from eagle3.stages import prompts
-from tests.stages.test_prompts import write
+from tests.prompts.rows import write
 
 QUESTION = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
 

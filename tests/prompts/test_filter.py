@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json
 from eagle3.prompts.filter import Filter
-from tests.stages.test_prompts import parts, run, write
+from tests.prompts.rows import parts, run, write
 
 ROWS = [
     {"prompt": "a", "language": "English", "turn": 1, "toxic": False},

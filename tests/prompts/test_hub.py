@@ -26,7 +26,7 @@ from eagle3.config.prompts import HubSettings
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json, read_records
 from eagle3.prompts.hub import read_hub
-from tests.stages.test_prompts import run, user
+from tests.prompts.rows import run, user
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROWS = [{"messages": user(f"question {number}"), "kind": number % 2} for number in range(5)]

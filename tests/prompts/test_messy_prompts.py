@@ -13,7 +13,7 @@ import pytest
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_json
 from eagle3.prompts.conversations import to_conversation
-from tests.stages.test_prompts import ASK, parts, rejected, run, user, write
+from tests.prompts.rows import ASK, parts, rejected, run, user, write
 
 HUGE = b"9" * 5000
 

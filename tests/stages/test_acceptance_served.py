@@ -82,7 +82,7 @@ def test_a_perfect_draft_gains_k_tokens_a_step(scripted: Target, tmp_path: Path)
         figures = found["per_source"][source]
         assert figures["steps"] == 3 * (full + (rest > 0))
         assert figures["acceptance_length"] == pytest.approx(1 + (3 * full + rest) / (full + (rest > 0)))
-    assert found["acceptance_length"] == counts["acceptance length"] > 3
+    assert found["acceptance_length"] == counts["acceptance_length"] > 3
     assert all(speed > 0 for speed in found["tokens_per_second"].values())
 
 
@@ -103,7 +103,7 @@ def test_sampled_serving_is_measured_beside_greedy_serving(scripted: Target, tmp
     assert sampled["temperature"] == 1e-4
     for name in ("acceptance_length", "per_position", "steps", "tokens", "per_source"):
         assert sampled[name] == found[name]
-    assert counts["acceptance length at temperature 0.0001"] == found["acceptance_length"]
+    assert counts["acceptance_length at temperature 0.0001"] == found["acceptance_length"]
     assert sampled["milliseconds_per_token"]["with_draft"] > 0
 
 

@@ -336,8 +336,8 @@ def test_every_source_has_its_counts_and_reasons(reported: Reported) -> None:
     kept = [Counter(SOURCES[number % len(SOURCES)] for number in range(240))[name] for name in ("code", "chat")]
     assert [sources[name]["answers"] for name in ("code", "chat")] == [str(2 * (kept[0] + 13)), str(2 * kept[1])]
     reasons = grid(page, "Rejected, by stage and reason")
-    assert reasons["samples: repetition"] == {**dict.fromkeys(SOURCES, ""), "code": "18", "in all": "18"}
-    assert reasons["prompts: empty_message"]["in all"] == "7"
+    assert reasons["samples: repetition"] == {**dict.fromkeys(SOURCES, ""), "code": "18", "total": "18"}
+    assert reasons["prompts: empty_message"]["total"] == "7"
 
 
 def test_ten_samples_of_all_sources_are_coloured_by_role(reported: Reported) -> None:

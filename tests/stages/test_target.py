@@ -246,7 +246,7 @@ def test_a_hub_id_without_network_is_a_clear_error(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, check=False
     )
-    assert "Eagle3Error: the target is no local folder, and fetching it from the hub failed" in result.stderr
+    assert "Eagle3Error: the target is not a local folder, and downloading it from the hub failed" in result.stderr
     assert "owner/model, revision abc" in result.stderr
     assert "HF_TOKEN" in result.stderr
 

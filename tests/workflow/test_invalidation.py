@@ -36,7 +36,7 @@ def test_a_fresh_checkout_beside_the_results_reruns_nothing(project: Project, fi
 
 
 def test_an_edit_that_changes_no_bytes_stops_at_its_stage(project: Project) -> None:
-    path = project.path / "eagle3/dataset.py"
+    path = project.path / "eagle3/stages/dataset.py"
     path.write_text(path.read_text() + "\n_NEW = 1\n")
     run = project.snakemake()
     assert run.computed == {"dataset"}
@@ -70,7 +70,7 @@ def test_a_machine_setting_reruns_nothing(project: Project) -> None:
 
 def test_the_seed_decides_all_that_is_random(project: Project) -> None:
     project.set(seed=4)
-    run = project.snakemake()
+    run = project.snakemake("draft")
     assert PARTS | {"dataset", "draft"} <= run.computed
     assert "target" not in run.computed
 
@@ -79,7 +79,7 @@ def test_one_more_prompt_changes_its_part_only(project: Project) -> None:
     """A prompt's part follows from its content, so the other part's bytes stay."""
     with (project.path / "prompts/chat.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "one more question about the moon"}]}\n')
-    run = project.snakemake()
+    run = project.snakemake("hidden_states")
     assert "prompts" in run.computed
     assert len(run.computed & {"responses/part-0", "responses/part-1"}) == 1
     assert len(run.computed & {"hidden_states/part-0", "hidden_states/part-1"}) == 1
@@ -92,10 +92,10 @@ def test_stopping_between_two_stages_is_not_forgotten(project: Project) -> None:
     """No mtimes are compared, so this must be known from the manifests."""
     write_prompts(project.path / "prompts/code.jsonl", "explain", 10)
     project.snakemake("prompts")
-    assert not project.snakemake("-n").idle
-    run = project.snakemake()
+    assert not project.snakemake("-n", "hidden_states").idle
+    run = project.snakemake("hidden_states")
     assert PARTS <= run.computed | run.adopted
-    assert project.snakemake("-n").idle
+    assert project.snakemake("-n", "hidden_states").idle
 
 
 def test_a_failed_rebuild_keeps_the_earlier_generation(project: Project) -> None:

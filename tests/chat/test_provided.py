@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.chat.given import answer_as_given
+from eagle3.chat.provided import provided_responses
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
@@ -48,7 +48,7 @@ def prompt(*messages: dict[str, Any], **row: Any) -> Record:
 
 def answers(chat: Chat, *messages: dict[str, Any], tools: Any = None, **template_kwargs: Any) -> list[Record]:
     """Return the turns of one conversation."""
-    [record] = answer_as_given(chat, [prompt(*messages, tools=tools)], template_kwargs)
+    [record] = provided_responses(chat, [prompt(*messages, tools=tools)], template_kwargs)
     assert record["engine"] == {"name": "given"}
     turns: list[Record] = record["turns"]
     return turns
@@ -180,7 +180,7 @@ class TestTools:
         row = {"conversations": [{"from": name, "value": value} for name, value in rows]}
         conversation = to_conversation(row, "sharegpt", as_is=True)
         record = {"id": conversation.id, "source": "s", "messages": conversation.messages}
-        [found] = answer_as_given(chat, [record], {"thinking": False})
+        [found] = provided_responses(chat, [record], {"thinking": False})
         assert [text(chat, turn["token_ids"]) for turn in found["turns"]] == [f"Look.{self.CALLED}", "Wet.<|im_end|>"]
 
     def test_results_get_the_id_of_their_call(self) -> None:

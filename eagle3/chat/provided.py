@@ -1,9 +1,9 @@
-"""Given answers: what a source itself holds as answers becomes responses, without an engine.
+"""Provided answers: the answers that a source itself holds become responses, without an engine.
 
 Prompts are rendered as for an engine, so later turns see earlier answers as history. The ids of an answer are what
-the template writes for it; where it leaves out the reasoning, as many do, they are put together as for an endpoint
-that returns text. Such answers are off-policy: another model or a person may have
-written them, so their records name the engine `given`.
+the template writes for it; where it leaves out the reasoning, as many do, they are rebuilt as for an endpoint that
+returns text. Such answers are off-policy: another model or a person may have written them, so their records name the
+engine `given`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ NAME = "given"
 _BATCH = 256
 
 
-def is_given(prompt: Prompt) -> bool:
-    """Whether a prompt holds its answers."""
+def has_answers(prompt: Prompt) -> bool:
+    """Whether a prompt holds its answers already."""
     return any(message["role"] == "assistant" for message in prompt["messages"])
 
 
-def answer_as_given(chat: Chat, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> Iterator[Response]:
+def provided_responses(chat: Chat, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any]) -> Iterator[Response]:
     """Yield one response per prompt, in order.
 
     A turn that cannot be used has an `error`, and the conversation ends with it: `special_token_in_text` and
     `template_error` as for an engine, `no_reasoning_marks` if the target has no tokens around reasoning, and
     `answer_not_written` if its template leaves out a part of the answer.
     """
-    with progress(len(prompts), "given answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
+    with progress(len(prompts), "provided answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
         waiting: deque[tuple[list[tuple[Prompt, list[_Answer]]], Future[list[list[int]]]]] = deque()
         for start in range(0, len(prompts), _BATCH):
             batch = [(prompt, _turns(chat, prompt, template_kwargs)) for prompt in prompts[start : start + _BATCH]]
@@ -105,7 +105,7 @@ def _answer(chat: Chat, request: ChatPrompt, message: Message, asked: str) -> tu
 
 
 def _check(chat: Chat, message: Message) -> None:
-    """Text of an answer becomes no control token, but for marks that the target itself writes, such as of calls."""
+    """Check that no text becomes a control token, except marks that the target itself writes, as of tool calls."""
     reasoning = message.get("reasoning", "")
     if reasoning and chat.reasoning_ids is None:
         raise RejectedError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
