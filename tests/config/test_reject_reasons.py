@@ -33,8 +33,8 @@ def codes() -> set[str]:
     return found
 
 
-def written_codes() -> set[str]:
-    """Return the codes of turns that the target writes."""
+def synthetic_codes() -> set[str]:
+    """Return the codes of user turns that the target writes."""
     tree = ast.parse((ROOT / "eagle3" / "stages" / "synthetic.py").read_bytes())
     pairs = [node.value for node in ast.walk(tree) if isinstance(node, ast.Yield)]
     return {text for pair in pairs if isinstance(pair, ast.Tuple) for text in strings(pair.elts[0])}
@@ -43,4 +43,4 @@ def written_codes() -> set[str]:
 def test_every_reason_is_explained() -> None:
     manual = (ROOT / "config" / "README.md").read_text(encoding="utf-8").partition("## Why rows are rejected")[2]
     explained = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", manual, flags=re.MULTILINE)
-    assert sorted(explained) == sorted([*codes(), "too_long", *written_codes()])
+    assert sorted(explained) == sorted([*codes(), "too_long", *synthetic_codes()])

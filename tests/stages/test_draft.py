@@ -107,7 +107,7 @@ def started(inputs: Inputs, folder: Path, *arguments: int) -> subprocess.Popen[b
     paths = {
         key: [str(p) for p in value] if isinstance(value, list) else str(value) for key, value in vars(inputs).items()
     }
-    command = [sys.executable, "-m", "tests.draft.test_train", json.dumps(paths), str(folder), *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.stages.test_draft", json.dumps(paths), str(folder), *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

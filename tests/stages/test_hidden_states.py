@@ -165,7 +165,7 @@ def test_no_samples_and_wrong_layers_are_refused(make: Make, tmp_path: Path) -> 
 
 
 def test_an_edit_of_reading_or_verifying_captures_nothing_again() -> None:
-    covered = set(closure(["eagle3.stages.hidden_states"]))
+    covered = {definition.module for definition in closure(["eagle3.stages.hidden_states:make"])}
     assert "eagle3.hidden_states.codec" in covered
     assert not covered & {"eagle3.hidden_states.reader", "eagle3.hidden_states.verify", "eagle3.cli.verify"}
 

@@ -236,7 +236,7 @@ def test_an_edit_of_the_prompts_leaves_the_costly_turns_as_they_are() -> None:
 
 def test_an_endpoint_without_token_ids_is_refused_before_anything_runs() -> None:
     values = {"run": "r", "prompts": {"sources": [{"synthetic": True}]}, "engine": {"name": "openai"}}
-    with pytest.raises(Eagle3Error, match=r"(?s)write prompts itself.*engine\.name to vllm or transformers"):
+    with pytest.raises(Eagle3Error, match=r"(?s)cannot write prompts.*`engine\.name` to vllm or transformers"):
         resolve(values)
 
 

@@ -37,7 +37,7 @@ def test_a_fresh_checkout_beside_the_results_reruns_nothing(project: Project, fi
 
 def test_an_edit_that_changes_no_bytes_stops_at_its_stage(project: Project) -> None:
     path = project.path / "eagle3/stages/dataset.py"
-    path.write_text(path.read_text() + "\n_NEW = 1\n")
+    path.write_text(path.read_text() + "\nassert make\n")
     run = project.snakemake()
     assert run.computed == {"dataset"}
     assert run.adopted <= AFTER_DATASET

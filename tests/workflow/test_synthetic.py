@@ -25,7 +25,7 @@ def test_the_stage_is_planned_only_with_a_source_self(finished: Project, project
     assert "10,240" in plan
     project.set(engine={"name": "openai"})
     run = project.snakemake("-n", ok=False)
-    assert "set engine.name to vllm or transformers" in run.text
+    assert "set `engine.name` to vllm or transformers" in run.text
 
 
 def test_its_turns_go_through_the_whole_run(tmp_path: Path, tiny_target: Path) -> None:
