@@ -1,6 +1,6 @@
-"""Finished samples of a capture that still runs: append-only logs, one per shard.
+"""FinishedShard samples of a capture that still runs: append-only logs, one per shard.
 
-    .capture/recipe.json        what is captured; a log belongs to one recipe
+    .capture/provenance.json        what is captured; a log belongs to one provenance
     .capture/shard-{i}.log      one record per sample, in the order of their arrival
 
 A record is a prefix (magic, size and CRC of its head), the head (JSON: who the sample is, where its frames lie) and
@@ -24,7 +24,7 @@ import orjson
 from eagle3.files.records import read_json, write_json
 from eagle3.hidden_states.codec import Frame
 from eagle3.hidden_states.codec import seed as frame_seed
-from eagle3.hidden_states.stored_sample import Entry, Int32s, Recipe, count_frames
+from eagle3.hidden_states.stored_sample import Int32s, Provenance, StoredSample, count_frames
 
 FOLDER = ".capture"
 _MAGIC = b"\x93EAGLE3\n"
@@ -39,38 +39,38 @@ def log_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number}.log"
 
 
-def write_recipe(folder: Path, recipe: Recipe) -> None:
+def write_provenance(folder: Path, provenance: Provenance) -> None:
     """Say in the scratch folder what the logs hold."""
-    write_json(folder / "recipe.json", vars(recipe))
+    write_json(folder / "provenance.json", vars(provenance))
 
 
-def read_recipe(folder: Path) -> Recipe | None:
+def read_provenance(folder: Path) -> Provenance | None:
     """Return what the logs of a scratch folder hold; None if nothing was captured yet."""
-    path = folder / "recipe.json"
+    path = folder / "provenance.json"
     if not path.exists():
         return None
     value = read_json(path)
-    return Recipe(**{**value, "layer_ids": tuple(value["layer_ids"])})
+    return Provenance(**{**value, "layer_ids": tuple(value["layer_ids"])})
 
 
-class Log:
+class CaptureLog:
     """The log of one shard, open for appending.
 
     Args:
         path: the log; what it holds is checked, and a torn end is cut off.
-        part: see `Recipe.part`.
+        part: see `Provenance.part`.
         aux_layers: number of auxiliary states.
     """
 
     def __init__(self, path: Path, part: str, aux_layers: int) -> None:
         self.path = path
         self._part = part
-        self.entries: dict[str, Entry] = {}
+        self.samples: dict[str, StoredSample] = {}
         end = 0
-        for entry in scan(path, aux_layers):
-            if frames_intact(entry, part):
-                self.entries[entry.id] = entry
-            end = entry.offset + entry.size
+        for stored in scan(path, aux_layers):
+            if frames_intact(stored, part):
+                self.samples[stored.id] = stored
+            end = stored.offset + stored.size
         # Unbuffered: after a failed write nothing is left that could be written later.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(end)
@@ -112,7 +112,7 @@ class Log:
             os.ftruncate(self._file.fileno(), begin)
             self._end = begin
             raise
-        self.entries[sample] = _entry(self.path, head, begin + _PREFIX.size + len(head))
+        self.samples[sample] = _parse_head(self.path, head, begin + _PREFIX.size + len(head))
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -135,7 +135,7 @@ class Log:
         self.path.unlink()
 
 
-def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
+def scan(path: Path, aux_layers: int) -> Iterator[StoredSample]:
     """Yield the samples of a log, skipping what is damaged; the log may be growing.
 
     The frames are not read; `frames_intact` does that.
@@ -151,11 +151,11 @@ def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
             _, length, crc = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0, -1)
             head = file.read(length)
             if zlib.crc32(head) == crc:
-                entry = _entry(path, head, file.tell())
-                frames = count_frames(len(entry.token_ids), len(entry.last_rows), aux_layers)
-                if entry.offset + entry.size <= size and len(entry.frame_bytes) == frames:
-                    yield entry
-                    at = entry.offset + entry.size
+                stored = _parse_head(path, head, file.tell())
+                frames = count_frames(len(stored.token_ids), len(stored.last_rows), aux_layers)
+                if stored.offset + stored.size <= size and len(stored.frame_bytes) == frames:
+                    yield stored
+                    at = stored.offset + stored.size
                     continue
             at += 1
 
@@ -173,19 +173,19 @@ def _next_record(file: BinaryIO, at: int) -> int:
     return -1
 
 
-def frames_intact(entry: Entry, part: str) -> bool:
+def frames_intact(stored: StoredSample, part: str) -> bool:
     """Whether every frame of a sample has its checksum."""
-    payloads = entry.read(0, len(entry.checksums))
+    payloads = stored.read(0, len(stored.checksums))
     return all(
-        zlib.crc32(payload, frame_seed(part, entry.id, number)) == checksum
-        for number, (payload, checksum) in enumerate(zip(payloads, entry.checksums, strict=True))
+        zlib.crc32(payload, frame_seed(part, stored.id, number)) == checksum
+        for number, (payload, checksum) in enumerate(zip(payloads, stored.checksums, strict=True))
     )
 
 
-def _entry(path: Path, head: bytes, offset: int) -> Entry:
+def _parse_head(path: Path, head: bytes, offset: int) -> StoredSample:
     record = orjson.loads(head)
     frames = np.array(record["frames"], np.int64).reshape(-1, 3)
-    return Entry(
+    return StoredSample(
         id=record["id"],
         token_ids=np.array(record["token_ids"], "<i4"),
         last_rows=np.array(record["last_rows"], "<i4"),

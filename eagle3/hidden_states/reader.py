@@ -17,7 +17,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.codec import FRAME_ROWS
 from eagle3.hidden_states.shard import Shard
-from eagle3.hidden_states.stored_sample import Entry, Int32s, Int64s, Recipe, count_frames, decode_frames
+from eagle3.hidden_states.stored_sample import Int32s, Int64s, Provenance, StoredSample, count_frames, decode_frames
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +75,11 @@ class HiddenStateReader:
             raise Eagle3Error("there are no hidden-state shards to read", remedy="run the hidden_states stage")
         with ThreadPoolExecutor(min(8, len(paths))) as pool:
             self._shards = list(pool.map(Shard, paths))
-        self.recipe: Recipe = self._shards[0].recipe
+        self.provenance: Provenance = self._shards[0].provenance
         self._threads = threads
         self._where: dict[str, tuple[int, int]] = {}
         for number, shard in enumerate(self._shards):
-            _check_same_recipe(self._shards[0], shard)
+            _check_same_provenance(self._shards[0], shard)
             for index, sample in enumerate(shard.ids):
                 if (known := self._where.setdefault(sample, (number, index))) != (number, index):
                     raise Eagle3Error(
@@ -119,7 +119,7 @@ class HiddenStateReader:
             Eagle3Error: no such sample, or its bytes are not those that were written.
         """
         shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
-        return load(shard.entry(index), shard.recipe, start, stop, aux=aux)
+        return load(shard.sample(index), shard.provenance, start, stop, aux=aux)
 
     def stream(
         self,
@@ -200,28 +200,28 @@ class HiddenStateReader:
 
 
 def load(
-    entry: Entry, recipe: Recipe, start: int = 0, stop: int | None = None, *, aux: bool = True
+    stored: StoredSample, provenance: Provenance, start: int = 0, stop: int | None = None, *, aux: bool = True
 ) -> HiddenStateSample:
     """Read tokens `start` to `stop` of a sample; see `HiddenStateReader.read`."""
-    n = len(entry.token_ids)
+    n = len(stored.token_ids)
     start, stop, _ = slice(start, stop).indices(n)
     # The last row stands for the teacher check only; no loss reads it.
-    first_row, stop_row = (int(row) for row in np.searchsorted(entry.last_rows[:-1], (start, stop)))
+    first_row, stop_row = (int(row) for row in np.searchsorted(stored.last_rows[:-1], (start, stop)))
     read_to = stop if aux else start
-    states, skip = _decode_aux(entry, recipe, start, read_to)
-    last, skip_rows = _decode_last(entry, recipe, first_row, stop_row)
-    rows = entry.last_rows[first_row:stop_row]
+    states, skip = _decode_aux(stored, provenance, start, read_to)
+    last, skip_rows = _decode_last(stored, provenance, first_row, stop_row)
+    rows = stored.last_rows[first_row:stop_row]
     return HiddenStateSample(
-        id=entry.id,
-        token_ids=_tensor(entry.token_ids[start:stop]),
+        id=stored.id,
+        token_ids=_tensor(stored.token_ids[start:stop]),
         aux=states[skip : skip + read_to - start],
         last=last[skip_rows : skip_rows + len(rows)],
         last_rows=_tensor(rows.astype(np.int64)),
     )
 
 
-def _check_same_recipe(one: Shard, other: Shard) -> None:
-    expected, found = one.recipe.comparable(), other.recipe.comparable()
+def _check_same_provenance(one: Shard, other: Shard) -> None:
+    expected, found = one.provenance.comparable(), other.provenance.comparable()
     for name, value in expected.items():
         if found[name] != value:
             raise Eagle3Error(
@@ -233,25 +233,25 @@ def _check_same_recipe(one: Shard, other: Shard) -> None:
             )
 
 
-def _decode_aux(entry: Entry, recipe: Recipe, start: int, stop: int) -> tuple[torch.Tensor, int]:
+def _decode_aux(stored: StoredSample, provenance: Provenance, start: int, stop: int) -> tuple[torch.Tensor, int]:
     """Return the auxiliary states [t, A, H] of the chunks that cover the tokens, and how many rows to skip."""
-    A = recipe.aux_layers
+    A = provenance.aux_layers
     first, last = start // FRAME_ROWS, -(-stop // FRAME_ROWS)
-    begin, end = first * FRAME_ROWS, max(first * FRAME_ROWS, min(last * FRAME_ROWS, len(entry.token_ids)))
-    aux, bits = _empty(end - begin, A, recipe.hidden_size)
+    begin, end = first * FRAME_ROWS, max(first * FRAME_ROWS, min(last * FRAME_ROWS, len(stored.token_ids)))
+    aux, bits = _empty(end - begin, A, provenance.hidden_size)
     targets = [bits[at : at + FRAME_ROWS, state] for at in range(0, end - begin, FRAME_ROWS) for state in range(A)]
-    decode_frames(entry, recipe, A * first, A * first + len(targets), targets)
+    decode_frames(stored, provenance, A * first, A * first + len(targets), targets)
     return aux, start - begin
 
 
-def _decode_last(entry: Entry, recipe: Recipe, start: int, stop: int) -> tuple[torch.Tensor, int]:
+def _decode_last(stored: StoredSample, provenance: Provenance, start: int, stop: int) -> tuple[torch.Tensor, int]:
     """Return the last state [t, H] of the frames that cover the rows, and how many rows to skip."""
     first, last = start // FRAME_ROWS, -(-stop // FRAME_ROWS) if stop > start else start // FRAME_ROWS
-    begin, end = first * FRAME_ROWS, min(last * FRAME_ROWS, len(entry.last_rows))
-    states, bits = _empty(end - begin, 1, recipe.hidden_size)
+    begin, end = first * FRAME_ROWS, min(last * FRAME_ROWS, len(stored.last_rows))
+    states, bits = _empty(end - begin, 1, provenance.hidden_size)
     targets = [bits[at : at + FRAME_ROWS, 0] for at in range(0, end - begin, FRAME_ROWS)]
-    offset = count_frames(len(entry.token_ids), 0, recipe.aux_layers) + first
-    decode_frames(entry, recipe, offset, offset + len(targets), targets)
+    offset = count_frames(len(stored.token_ids), 0, provenance.aux_layers) + first
+    decode_frames(stored, provenance, offset, offset + len(targets), targets)
     return states[:, 0], start - begin
 
 

@@ -25,7 +25,7 @@ Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Provenance:
     """What every shard of a capture has in common."""
 
     part: str
@@ -52,14 +52,14 @@ class Recipe:
 class FrameError(Eagle3Error):
     """A frame is not as it was written."""
 
-    def __init__(self, entry: Entry, recipe: Recipe, frame: int, place: Place, found: object) -> None:
-        unit = "tokens" if place.state < recipe.aux_layers else "last rows"
+    def __init__(self, stored: StoredSample, provenance: Provenance, frame: int, place: Place, found: object) -> None:
+        unit = "tokens" if place.state < provenance.aux_layers else "last rows"
         self.frame = frame
-        self.place = f"layer {recipe.layer_ids[place.state]}, {unit} {place.start}-{place.stop - 1}"
+        self.place = f"layer {provenance.layer_ids[place.state]}, {unit} {place.start}-{place.stop - 1}"
         self.found = found
         super().__init__(
             "a sample's hidden states are damaged",
-            where=f"{entry.path}, sample {entry.id}, {self.place}",
+            where=f"{stored.path}, sample {stored.id}, {self.place}",
             found=found,
             remedy=REMEDY,
         )
@@ -89,7 +89,7 @@ def count_frames(tokens: int, rows: int, aux_layers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredSample:
     """One sample as it lies in a file: all but its frames' bytes."""
 
     id: str
@@ -135,22 +135,24 @@ class Entry:
         return [data[a:b] for a, b in pairwise(bounds)]
 
 
-def decode_frames(entry: Entry, recipe: Recipe, first: int, stop: int, targets: Sequence[codec.Bits]) -> None:
+def decode_frames(
+    stored: StoredSample, provenance: Provenance, first: int, stop: int, targets: Sequence[codec.Bits]
+) -> None:
     """Read frames `first` to `stop` of a sample, check them, and decode each into its target [t, H].
 
     Raises:
         FrameError: a checksum does not match; names the sample, the layer and the tokens.
         Eagle3Error: the file is truncated.
     """
-    where = list(places(len(entry.token_ids), len(entry.last_rows), recipe.aux_layers))
-    for number, payload, target in zip(range(first, stop), entry.read(first, stop), targets, strict=True):
-        if zlib.crc32(payload, codec.seed(recipe.part, entry.id, number)) != entry.checksums[number]:
-            raise FrameError(entry, recipe, number, where[number], "the checksum does not match")
-        encoding = recipe.encoding if where[number].state < recipe.aux_layers else "lossless"
+    where = list(places(len(stored.token_ids), len(stored.last_rows), provenance.aux_layers))
+    for number, payload, target in zip(range(first, stop), stored.read(first, stop), targets, strict=True):
+        if zlib.crc32(payload, codec.seed(provenance.part, stored.id, number)) != stored.checksums[number]:
+            raise FrameError(stored, provenance, number, where[number], "the checksum does not match")
+        encoding = provenance.encoding if where[number].state < provenance.aux_layers else "lossless"
         try:
-            codec.decode(payload, int(entry.packed_bytes[number]), encoding, target)
+            codec.decode(payload, int(stored.packed_bytes[number]), encoding, target)
         except (ValueError, zstandard.ZstdError) as error:
-            raise FrameError(entry, recipe, number, where[number], error) from None
+            raise FrameError(stored, provenance, number, where[number], error) from None
 
 
 def read_at(path: Path, offset: int, size: int) -> memoryview:

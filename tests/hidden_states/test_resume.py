@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.errors import Eagle3Error
-from eagle3.hidden_states.capture_log import Log, read_recipe, scan
+from eagle3.hidden_states.capture_log import CaptureLog, read_provenance, scan
 from eagle3.hidden_states.shard import Shard
 from tests.hidden_states.conftest import Make, TinyEngine, contents
 
@@ -103,17 +103,17 @@ def interrupted(make: Make, folder: Path) -> Path:
 
 def test_a_log_is_good_up_to_wherever_it_is_cut(make: Make, tmp_path: Path) -> None:
     whole = interrupted(make, tmp_path / "work")
-    recipe = read_recipe(whole.parent)
-    assert recipe is not None
-    ends = {entry.id: entry.offset + entry.size for entry in scan(whole, 3)}
+    provenance = read_provenance(whole.parent)
+    assert provenance is not None
+    ends = {stored.id: stored.offset + stored.size for stored in scan(whole, 3)}
     assert len(ends) > 5
     cut = tmp_path / "cut.log"
     for size in [*range(0, whole.stat().st_size, 4999), *ends.values()]:
         cut.write_bytes(whole.read_bytes()[:size])
-        log = Log(cut, recipe.part, 3)
+        log = CaptureLog(cut, provenance.part, 3)
         log.close()
         complete = {sample: end for sample, end in ends.items() if end <= size}
-        assert list(log.entries) == list(complete)
+        assert list(log.samples) == list(complete)
         assert cut.stat().st_size == max(complete.values(), default=0)
 
 

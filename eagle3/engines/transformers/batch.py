@@ -76,7 +76,7 @@ def tapped(model: Any, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]
         yield states
 
 
-class Rows:
+class Batch:
     """Token sequences of any lengths that the target continues.
 
     Short prompts are padded on the right: no token can see the padding, and later tokens take its slots in

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle3.engines.base import Sampling
-from eagle3.engines.transformers.batch import Rows
+from eagle3.engines.transformers.batch import Batch
 
 # Nucleus sampling sorts this many of the likeliest tokens, and all only where these do not reach `top_p`.
 _CANDIDATES = 1024
@@ -59,8 +59,8 @@ def decode(
     answers = [Answer(limit) for limit in limits]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     live = list(range(len(prompts)))
-    rows = Rows(model)
-    logits = rows.prefill(prompts)
+    batch = Batch(model)
+    logits = batch.prefill(prompts)
     while True:
         tokens = choose(logits, sampling, [generators[row] for row in live])
         for row, token in zip(live, tokens.tolist(), strict=True):
@@ -70,9 +70,9 @@ def decode(
             if not len(kept):
                 return answers
             live, tokens = [live[index] for index in kept.tolist()], tokens[kept]
-            rows.select(kept)
-        logits = rows.extend(tokens[:, None])[:, 0]
-        rows.accept(1)
+            batch.select(kept)
+        logits = batch.extend(tokens[:, None])[:, 0]
+        batch.accept(1)
 
 
 def unfinished(answers: Sequence[Answer], live: Sequence[int], device: torch.device) -> torch.Tensor | None:

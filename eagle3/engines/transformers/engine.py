@@ -17,7 +17,7 @@ from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.dtype import compute_dtype
-from eagle3.engines.transformers.batch import ATTENTION, Rows, grouped_attention, padded, tapped
+from eagle3.engines.transformers.batch import ATTENTION, Batch, grouped_attention, padded, tapped
 from eagle3.engines.transformers.decoding import Answer, decode
 from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.gpus import choose_device
@@ -137,7 +137,7 @@ class TransformersEngine:
         model = self._model(torch.float32)
         gaps = []
         for prefix, (first, second) in zip(prefixes, pairs, strict=True):
-            logits = Rows(model).prefill([prefix])[0]
+            logits = Batch(model).prefill([prefix])[0]
             gaps.append(float(logits[first] - logits[second]))
         return gaps
 

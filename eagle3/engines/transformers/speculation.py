@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eagle3.engines.base import Sampling
-from eagle3.engines.transformers.batch import Rows, at, padded, tapped
+from eagle3.engines.transformers.batch import Batch, at, padded, tapped
 from eagle3.engines.transformers.decoding import Answer, choose, unfinished
 from eagle3.export.reference_draft import ReferenceDraft, load_reference_draft
 
@@ -45,13 +45,13 @@ def speculate(
     answers = [Answer(limit, accepted=[0] * k) for limit in limits]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     live = list(range(len(prompts)))
-    rows = Rows(model)
+    batch = Batch(model)
     chain = draft.chain()
     with tapped(model, draft.layer_ids) as states:
-        pending = choose(rows.prefill(prompts), sampling, generators)
+        pending = choose(batch.prefill(prompts), sampling, generators)
         for row, token in zip(live, pending.tolist(), strict=True):
             answers[row].take([token], stop_ids)
-        last = rows.lengths - 1
+        last = batch.lengths - 1
         # The draft at position p reads token p+1.
         following = padded(prompts).to(pending.device).roll(-1, dims=1)
         following = following.scatter(1, last[:, None], pending[:, None])
@@ -61,15 +61,15 @@ def speculate(
                 if not len(kept):
                     return answers
                 live, pending = [live[index] for index in kept.tolist()], pending[kept]
-                rows.select(kept)
+                batch.select(kept)
                 chain.select(kept)
             proposed = chain.propose(k)
-            logits = rows.extend(torch.cat([pending[:, None], proposed], 1))
+            logits = batch.extend(torch.cat([pending[:, None], proposed], 1))
             own = [generators[row] for row in live]
             verified = torch.stack([choose(logits[:, place], sampling, own) for place in range(k + 1)], 1)
             agreed = (verified[:, :k] == proposed).long().cumprod(1).sum(1)
-            chain.commit(verified, torch.cat(states, -1), rows.lengths, agreed)
-            rows.accept(agreed + 1)
+            chain.commit(verified, torch.cat(states, -1), batch.lengths, agreed)
+            batch.accept(agreed + 1)
             pending = at(verified, agreed)
             for row, token_ids, count in zip(live, verified.tolist(), agreed.tolist(), strict=True):
                 if not answers[row].finished:
