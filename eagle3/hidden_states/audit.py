@@ -1,4 +1,4 @@
-"""A close look at stored samples: every frame checked and decoded, every number finite, statistics by layer."""
+"""Audit stored samples: every frame is checked and decoded, every number is finite; statistics by layer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _GROUP_BYTES = 1 << 26
 
 
 class Fault(NamedTuple):
-    """Something that is not as it was written, or should never have been written."""
+    """Something that was damaged, or should never have been written."""
 
     check: str
-    """Which check found it."""
+    """Name of the check that found it."""
     file: str
     sample: str
-    """Empty where it concerns a file."""
+    """Empty if the fault concerns the file."""
     detail: str
 
 
@@ -78,7 +78,7 @@ class Statistics:
 
 @dataclass
 class Audit:
-    """What was found in one sample."""
+    """The result for one sample."""
 
     stored: StoredSample | None
     faults: list[Fault] = field(default_factory=list)
@@ -107,7 +107,7 @@ def audit_sample(stored: StoredSample, provenance: Provenance, neighbours: Seque
     Args:
         stored: the sample.
         provenance: how it was written.
-        neighbours: ids of samples whose frames may have got into this one's place.
+        neighbours: ids of samples whose frames may be in the place of this one's.
     """
     audit = Audit(stored)
     where = list(places(len(stored.token_ids), len(stored.last_rows), provenance.aux_layers))
@@ -153,7 +153,7 @@ def _measure(statistics: Statistics, place: Place, target: codec.Bits, stored: S
 def _owner(
     stored: StoredSample, provenance: Provenance, where: Sequence[Place], frame: int, neighbours: Sequence[str]
 ) -> str | None:
-    """Say whose frame lies in this frame's place, if it is one of the same sample or the same of another."""
+    """Say whose frame is in this frame's place, if it is another one of this sample or the same one of another."""
     payload = stored.read(frame, frame + 1)[0]
     known = set(stored.checksums.tolist())
     layer = provenance.layer_ids

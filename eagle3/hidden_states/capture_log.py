@@ -1,11 +1,11 @@
-"""FinishedShard samples of a capture that still runs: append-only logs, one per shard.
+"""Finished samples of a running capture: append-only logs, one per shard.
 
-    .capture/provenance.json        what is captured; a log belongs to one provenance
-    .capture/shard-{i}.log      one record per sample, in the order of their arrival
+    .capture/provenance.json    of all logs
+    .capture/shard-{i}.log      one record per sample, in order of arrival
 
-A record is a prefix (magic, size and CRC of its head), the head (JSON: who the sample is, where its frames lie) and
-the frames, exactly as they will lie in the shard. A record is complete or it is not a record: whatever a kill, a full
-disk or a power cut leaves behind is recognised and captured again, and everything else is kept.
+A record is a prefix (magic, size and CRC of its head), the head (JSON: the sample's identity and the sizes of
+its frames) and the frames, exactly as in the shard. Incomplete records, which a kill, a full disk or a power cut can
+leave behind, are recognised and their samples captured again; all others are kept.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from eagle3.hidden_states.stored_sample import Int32s, Provenance, StoredSample,
 FOLDER = ".capture"
 _MAGIC = b"\x93EAGLE3\n"
 _PREFIX = struct.Struct("<8sII")
-# A power cut costs at most what arrived since the last sync; a kill costs nothing that was appended.
+# A power cut loses at most what was appended since the last sync; a kill loses nothing.
 _SYNC_SECONDS = 1.0
 _SEARCH_BYTES = 1 << 20
 
 
 def log_path(folder: Path, number: int) -> Path:
-    """Return the log of a shard in the scratch folder."""
+    """Return the path of a shard's log in the scratch folder."""
     return folder / f"shard-{number}.log"
 
 
 def write_provenance(folder: Path, provenance: Provenance) -> None:
-    """Say in the scratch folder what the logs hold."""
+    """Write the provenance of the logs into the scratch folder."""
     write_json(folder / "provenance.json", vars(provenance))
 
 
 def read_provenance(folder: Path) -> Provenance | None:
-    """Return what the logs of a scratch folder hold; None if nothing was captured yet."""
+    """Return the provenance of the logs in a scratch folder; None if nothing was captured yet."""
     path = folder / "provenance.json"
     if not path.exists():
         return None
@@ -57,7 +57,7 @@ class CaptureLog:
     """The log of one shard, open for appending.
 
     Args:
-        path: the log; what it holds is checked, and a torn end is cut off.
+        path: the log; its records are checked, and a torn end is cut off.
         part: see `Provenance.part`.
         aux_layers: number of auxiliary states.
     """
@@ -71,7 +71,7 @@ class CaptureLog:
             if frames_intact(stored, part):
                 self.samples[stored.id] = stored
             end = stored.offset + stored.size
-        # Unbuffered: after a failed write nothing is left that could be written later.
+        # Unbuffered: after a failed write, no data is left that could be written later.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(end)
         self._end = end
@@ -85,10 +85,10 @@ class CaptureLog:
         next_token: int,
         frames: Sequence[Frame],
     ) -> None:
-        """Append one finished sample; it survives a kill from here on.
+        """Append one finished sample, which then survives a kill.
 
         Raises:
-            OSError: the disk is full; the log is left as it was before.
+            OSError: the disk is full; the log is unchanged.
         """
         head = orjson.dumps(
             {
@@ -122,7 +122,7 @@ class CaptureLog:
             view = view[done:]
 
     def sync(self) -> None:
-        """Make what was appended survive a power cut."""
+        """Make the appended samples survive a power cut."""
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
@@ -136,9 +136,9 @@ class CaptureLog:
 
 
 def scan(path: Path, aux_layers: int) -> Iterator[StoredSample]:
-    """Yield the samples of a log, skipping what is damaged; the log may be growing.
+    """Yield the samples of a log, skipping damaged ones; the log may be growing.
 
-    The frames are not read; `frames_intact` does that.
+    Frames are not read; `frames_intact` checks them.
     """
     if not path.is_file():
         return
@@ -161,7 +161,7 @@ def scan(path: Path, aux_layers: int) -> Iterator[StoredSample]:
 
 
 def _next_record(file: BinaryIO, at: int) -> int:
-    """Return where the next record may begin, at `at` if all is well; -1 at the end."""
+    """Return where the next record may begin, `at` in an undamaged log; -1 at the end."""
     file.seek(at)
     block = file.read(len(_MAGIC))
     while len(block) >= len(_MAGIC):
@@ -174,7 +174,7 @@ def _next_record(file: BinaryIO, at: int) -> int:
 
 
 def frames_intact(stored: StoredSample, part: str) -> bool:
-    """Whether every frame of a sample has its checksum."""
+    """Whether the checksum of every frame of a sample matches."""
     payloads = stored.read(0, len(stored.checksums))
     return all(
         zlib.crc32(payload, frame_seed(part, stored.id, number)) == checksum

@@ -1,11 +1,10 @@
-"""What a capture has so far: finished shards, and a log for each of the others; both survive a kill."""
+"""The state of a capture: finished shards, and a log for each of the others; both survive a kill."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """A shard that was read back in full, and what was counted in it."""
+    """A shard that was read back in full, with its counts."""
 
     provenance: Provenance
     ids: list[str]
@@ -34,7 +33,7 @@ class FinishedShard:
     bytes: int
     statistics: Statistics
     disagreed: list[str]
-    """Samples whose teacher token is not the engine's."""
+    """Samples whose teacher token differs from the engine's."""
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -43,9 +42,9 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class CaptureState:
-    """The state of a capture, taken up where an earlier run left it.
+    """The state of a capture, resumed from an earlier run.
 
-    What is found is checked, every frame of it; what is damaged is left out, and so captured again.
+    Every frame that is found is checked; damaged samples are left out, and so captured again.
 
     Args:
         folder: the stage's work folder.
@@ -67,7 +66,7 @@ class CaptureState:
         self.finished: dict[int, FinishedShard] = {}
         self.logs: dict[int, CaptureLog] = {}
         for number in range(shards):
-            if (found := self._take_up(number, part)) is not None:
+            if (found := self._resume(number, part)) is not None:
                 self.finished[number] = found
                 self.provenance = self.provenance or found.provenance
             else:
@@ -78,10 +77,10 @@ class CaptureState:
         return sample in self._ids or any(sample in log.samples for log in self.logs.values())
 
     def adopt(self, provenance: Provenance) -> None:
-        """Begin with this provenance, or go on with it.
+        """Set the provenance of this capture, or check that it has not changed.
 
         Raises:
-            Eagle3Error: what is there was captured differently, such as by another version of the engine.
+            Eagle3Error: it has changed, for example by another version of the engine.
         """
         if self.provenance is None:
             write_provenance(self._scratch, provenance)
@@ -89,15 +88,15 @@ class CaptureState:
         elif provenance != self.provenance:
             changed = [name for name, value in vars(provenance).items() if vars(self.provenance)[name] != value]
             raise Eagle3Error(
-                "the engine is not the one that this capture was begun with: its states do not mix",
+                "this capture was started with a different engine, whose states must not be mixed with this one's",
                 where=self._folder,
                 found={name: vars(provenance)[name] for name in changed},
                 expected={name: vars(self.provenance)[name] for name in changed},
-                remedy="go back to the earlier software, or delete this folder to capture all of it anew",
+                remedy="go back to the earlier software, or delete this folder to recapture everything",
             )
 
     def finish(self, head: HeadWeights) -> None:
-        """Make shards of the logs: each is written, read back, renamed; then its log goes."""
+        """Turn the logs into shards: each is written, read back and renamed; then its log is deleted."""
         assert self.provenance is not None
         for number, log in sorted(self.logs.items()):
             samples = sorted(log.samples.values(), key=lambda stored: stored.id)
@@ -110,14 +109,14 @@ class CaptureState:
             self.finished[number] = found
         self.logs = {}
 
-    def _take_up(self, number: int, part: str) -> FinishedShard | None:
+    def _resume(self, number: int, part: str) -> FinishedShard | None:
         path = shard_path(self._folder, number)
         if not path.exists():
             return None
         try:
             found = self._read_back(path)
         except Eagle3Error as error:
-            console.say(f"{error}\n  its samples are captured anew")
+            console.say(f"{error}\n  its samples are captured again")
         else:
             if found.provenance.part == part:
                 return found
@@ -128,7 +127,7 @@ class CaptureState:
         """Read every frame of a shard.
 
         Raises:
-            Eagle3Error: something is not as it was written.
+            Eagle3Error: the shard is damaged.
         """
         shard = Shard(path)
         statistics = Statistics.zero(self._states)
@@ -137,10 +136,10 @@ class CaptureState:
             if audit.faults or audit.stored is None or audit.statistics is None:
                 fault = audit.faults[0]
                 raise Eagle3Error(
-                    "hidden states are not on the disk as they were written",
+                    "hidden states on the disk differ from what was written",
                     where=f"{path}, sample {fault.sample}",
                     found=fault.detail,
-                    remedy="check the disk, then run again: damaged samples are captured anew",
+                    remedy="check the disk, then run again: damaged samples are captured again",
                 )
             statistics += audit.statistics
             if audit.stored.next_token != audit.stored.teacher_token:
@@ -151,15 +150,13 @@ class CaptureState:
     def __enter__(self) -> CaptureState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for log in self.logs.values():
             log.close()
 
 
 def _with_teacher(samples: Sequence[StoredSample], provenance: Provenance, head: HeadWeights) -> list[StoredSample]:
-    """Return the samples with the teacher's token, which follows from their last row."""
+    """Return the samples with their teacher token, computed from their last row."""
     known: list[StoredSample] = []
     for start in range(0, len(samples), GROUP):
         group = samples[start : start + GROUP]

@@ -1,4 +1,4 @@
-"""Reading hidden states: any sample of a set of shards, by id, and streams with read-ahead for training."""
+"""Read hidden states: any sample of a set of shards by id, and streams with read-ahead for training."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class HiddenStateSample:
     last: torch.Tensor
     """bf16 [m, H]: the last layer's output before the final norm."""
     last_rows: torch.Tensor
-    """int64 [m]: the positions that the rows of `last` belong to."""
+    """int64 [m]: the positions of the rows of `last`."""
 
     def rows_at(self, positions: Int64s) -> torch.Tensor:
-        """Return where the rows of `last` of some positions are [len(positions)].
+        """Return the indices into `last` of some positions, int64 [len(positions)].
 
         Raises:
-            Eagle3Error: there is no row of one of them.
+            Eagle3Error: a position has no row.
         """
         rows = self.last_rows.numpy()
         found = np.searchsorted(rows, positions)
@@ -59,15 +59,15 @@ class HiddenStateSample:
 class HiddenStateReader:
     """All samples of a set of shards.
 
-    Opening reads headers and indexes only (1,000 shards in under a second); a sample is read with three calls to
-    the disk. Safe to share between threads.
+    Opening reads only headers and indexes (1,000 shards in under a second); a sample takes three reads. Safe to share
+    between threads.
 
     Args:
         paths: the shards, of one or more captures with the same target, layers, encoding and engine.
-        threads: how many samples a stream decodes at a time.
+        threads: number of samples that a stream decodes in parallel.
 
     Raises:
-        Eagle3Error: a shard is missing, truncated or damaged; shards do not belong together; a sample is there twice.
+        Eagle3Error: a shard is missing, truncated or damaged; shards do not belong together; a duplicate sample id.
     """
 
     def __init__(self, paths: Sequence[Path], *, threads: int = 2) -> None:
@@ -102,7 +102,7 @@ class HiddenStateReader:
     def read(
         self, sample: str | int, start: int = 0, stop: int | None = None, *, aux: bool = True
     ) -> HiddenStateSample:
-        """Read one sample, or tokens `start` to `stop` of it, and check every byte that is read.
+        """Read one sample, or its tokens `start` to `stop`, and check every byte that is read.
 
         Memory is pinned where there is a CUDA device.
 
@@ -110,13 +110,13 @@ class HiddenStateReader:
             sample: its id, or its number in `ids`.
             start: first token.
             stop: token after the last; None is the end.
-            aux: whether to read the auxiliary states; without, `aux` is empty and little more than `last` is read.
+            aux: whether to read the auxiliary states; if not, `aux` is empty and little more than `last` is read.
 
         Returns:
-            the sample; in a slice, `last_rows` still counts from the sample's first token.
+            the sample; `last_rows` counts from the sample's first token, in a slice, too.
 
         Raises:
-            Eagle3Error: no such sample, or its bytes are not those that were written.
+            Eagle3Error: there is no such sample, or it is damaged.
         """
         shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
         return load(shard.sample(index), shard.provenance, start, stop, aux=aux)
@@ -133,21 +133,21 @@ class HiddenStateReader:
         ahead_tokens: int = 65536,
         aux: bool = True,
     ) -> Generator[HiddenStateSample]:
-        """Read samples in an order that the seed decides, ahead of their use, in threads.
+        """Read samples in an order that the seed determines, ahead of their use, in threads.
 
         Args:
             ids: the samples to read; all by default.
-            seed: with `epoch`, decides the order.
+            seed: determines the order, together with `epoch`.
             epoch: number of the pass over the samples.
-            rank: which of `ranks` shares to read; at any point of their streams, shares differ by less than two of
-                the longest samples in tokens.
+            rank: which of `ranks` shares to read; at any point of the streams, shares differ in tokens by less than two
+                of the longest samples.
             ranks: number of shares.
-            position: how many samples of the stream to leave out, to go on where an earlier one was left.
-            ahead_tokens: how many tokens to hold decoded, at least one sample.
+            position: number of samples to skip, to continue an earlier stream.
+            ahead_tokens: number of decoded tokens to hold; at least one sample is held.
             aux: as in `read`.
 
         Raises:
-            Eagle3Error: as `read`, when the turn comes to the damaged sample.
+            Eagle3Error: as in `read`, when the stream reaches the damaged sample.
         """
         order = self.order(ids=ids, seed=seed, epoch=epoch, rank=rank, ranks=ranks)[position:]
         waiting: deque[tuple[int, Future[HiddenStateSample]]] = deque()
@@ -205,7 +205,7 @@ def load(
     """Read tokens `start` to `stop` of a sample; see `HiddenStateReader.read`."""
     n = len(stored.token_ids)
     start, stop, _ = slice(start, stop).indices(n)
-    # The last row stands for the teacher check only; no loss reads it.
+    # The last row is for the teacher check only; no loss reads it.
     first_row, stop_row = (int(row) for row in np.searchsorted(stored.last_rows[:-1], (start, stop)))
     read_to = stop if aux else start
     states, skip = _decode_aux(stored, provenance, start, read_to)

@@ -1,12 +1,12 @@
 """The shard file: one safetensors file that holds many samples; `docs/hidden-states.md` is its specification.
 
-    header      JSON of safetensors; its metadata says what was captured, of which target, by which engine
-    index       small tensors: who the samples are, and where each frame of each sample lies
+    header      JSON of safetensors; its metadata holds the provenance
+    index       small tensors: the samples' ids, and where each frame of each sample is
     token_ids, last_rows, frames
 
-Every byte is covered by a checksum: header and index by one, read at opening; token ids and rows by one per sample;
-frames by one each. Checksums of samples and frames start from the sample's identity, so that right bytes in a wrong
-place are noticed as well.
+Every byte is covered by a checksum: one for header and index, checked at opening; one per sample for token ids and
+rows; one per frame. Checksums of samples and frames start from the sample's identity, so that valid bytes in the
+wrong place are noticed, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COPY_BYTES = 1 << 24
 
 
 def damaged(path: Path, found: object) -> Eagle3Error:
-    """Return the error for a shard whose header or index is not as it was written."""
+    """Return the error for a shard whose header or index is damaged."""
     return Eagle3Error("a hidden-state shard is damaged", where=path, found=found, remedy=REMEDY)
 
 
@@ -46,7 +46,7 @@ class Shard:
     """An open shard: header and index in memory (about 150 bytes a sample and 24 a frame), the rest on disk.
 
     Raises:
-        Eagle3Error: not such a file, truncated, or header or index damaged.
+        Eagle3Error: the file is not a shard, is truncated, or its header or index is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class Shard:
         """Return a sample by its number in the shard.
 
         Raises:
-            Eagle3Error: the file is truncated, or the sample's token ids are not those that were written.
+            Eagle3Error: the file is truncated, or the sample's token ids are damaged.
         """
         tokens, rows, frames = (self._slice(name, number) for name in ("token_end", "row_end", "frame_end"))
         ends = self._columns["frame_byte_end"]
@@ -152,9 +152,9 @@ def _parse_provenance(metadata: dict[str, str]) -> Provenance:
 
 
 def write_shard(path: Path, provenance: Provenance, number: int, shards: int, samples: Sequence[StoredSample]) -> None:
-    """Write a shard from samples that lie in other files, and make it durable; the caller renames it.
+    """Write a shard from samples in other files, and make it durable; the caller renames it.
 
-    Equal samples give equal bytes, in whatever order they are given.
+    Equal samples give equal bytes, in any order.
     """
     samples = sorted(samples, key=lambda stored: stored.id)
     tensors = _index_of(provenance, samples)
@@ -193,7 +193,7 @@ def write_shard(path: Path, provenance: Provenance, number: int, shards: int, sa
 
 
 def _index_of(provenance: Provenance, samples: Sequence[StoredSample]) -> dict[str, NDArray[Any]]:
-    """Return the tensors in their order, but for `frames`."""
+    """Return the tensors in their order, except `frames`."""
 
     def join(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)

@@ -1,4 +1,4 @@
-"""A stored sample: where its frames lie, in a shard or in the log of a running capture, and how to read them."""
+"""A stored sample: where its frames are, in a shard or in the log of a running capture, and how to read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.codec import FRAME_ROWS, Encoding
 
-REMEDY = "delete the file and run snakemake again: only this artifact is made anew"
+REMEDY = "delete the file and run snakemake again: only this artifact is rebuilt"
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -26,7 +26,7 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Provenance:
-    """What every shard of a capture has in common."""
+    """What all shards of one capture share."""
 
     part: str
     """Identity of the capture: hash of the target, the samples and the settings."""
@@ -37,7 +37,7 @@ class Provenance:
     encoding: Encoding
     engine: str
     engine_dtype: str
-    """What the engine computed in; the states are rounded to bf16 where this is wider."""
+    """The engine's compute dtype; states of a wider one are rounded to bf16."""
     versions: dict[str, str]
 
     @property
@@ -45,12 +45,12 @@ class Provenance:
         return len(self.layer_ids) - 1
 
     def comparable(self) -> dict[str, Any]:
-        """What must agree between shards that are read together."""
+        """Return what must agree between shards that are read together."""
         return {name: value for name, value in vars(self).items() if name not in ("part", "versions")}
 
 
 class FrameError(Eagle3Error):
-    """A frame is not as it was written."""
+    """A frame is damaged."""
 
     def __init__(self, stored: StoredSample, provenance: Provenance, frame: int, place: Place, found: object) -> None:
         unit = "tokens" if place.state < provenance.aux_layers else "last rows"
@@ -84,13 +84,13 @@ def places(tokens: int, rows: int, aux_layers: int) -> Iterator[Place]:
 
 
 def count_frames(tokens: int, rows: int, aux_layers: int) -> int:
-    """Return how many frames a sample has."""
+    """Return the number of frames of a sample."""
     return aux_layers * -(-tokens // FRAME_ROWS) + -(-rows // FRAME_ROWS)
 
 
 @dataclass(frozen=True)
 class StoredSample:
-    """One sample as it lies in a file: all but its frames' bytes."""
+    """One sample in a file: everything except the bytes of its frames. F = number of frames."""
 
     id: str
     token_ids: Int32s
@@ -100,33 +100,33 @@ class StoredSample:
     next_token: int
     """The engine's own greedy token after the sequence."""
     teacher_token: int
-    """Ours, from the last state; -1 while a capture runs."""
+    """argmax(lm_head(norm(last state))); -1 while a capture runs."""
     frame_bytes: Int64s
     """[F]"""
     packed_bytes: Int64s
-    """[F]: how many of a frame's bytes are its zstd part."""
+    """[F]: bytes of the frame's zstd part."""
     checksums: Int64s
     """[F]"""
     path: Path
     offset: int
-    """Where the first frame begins in the file."""
+    """Position of the first frame in the file."""
 
     @property
     def size(self) -> int:
         return int(self.frame_bytes.sum())
 
     def checksum(self, part: str) -> int:
-        """Return the checksum over what the sample is, without its frames."""
+        """Return the checksum over everything except the frames."""
         crc = zlib.crc32(f"{part}/{self.id}".encode())
         for array in (self.token_ids, self.last_rows):
             crc = zlib.crc32(array.tobytes(), crc)
         return zlib.crc32(struct.pack("<qq", self.next_token, self.teacher_token), crc)
 
     def read(self, first: int, stop: int) -> list[memoryview]:
-        """Read the payloads of frames `first` to `stop` with one call to the disk.
+        """Read the payloads of frames `first` to `stop` with one read.
 
         Raises:
-            Eagle3Error: the file ends before they do.
+            Eagle3Error: the file is truncated.
         """
         ends = np.cumsum(self.frame_bytes)
         begin, end = (int(ends[frame - 1]) if frame else 0 for frame in (first, stop))
@@ -159,9 +159,9 @@ def read_at(path: Path, offset: int, size: int) -> memoryview:
     """Read exactly `size` bytes at `offset`.
 
     Raises:
-        Eagle3Error: the file is missing or ends before.
+        Eagle3Error: the file is missing or truncated.
     """
-    # Unlike a bytearray, not filled with zeros first.
+    # Unlike a bytearray, this is not zeroed first.
     data = np.empty(size, np.uint8).data
     try:
         with path.open("rb", buffering=0) as file:

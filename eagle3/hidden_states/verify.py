@@ -1,6 +1,6 @@
-"""Verify stored hidden states: everything that a file can say about itself, and, with a target or an engine, more.
+"""Verify stored hidden states: every byte, and, given the target or a second engine, the content of some samples.
 
-Works on finished shards and on a capture that still runs. Nothing is changed.
+Works on finished shards and on a running capture. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle3.hidden_states.stored_sample import Provenance, StoredSample
 from eagle3.hidden_states.teacher import is_tie, normed, teacher_tokens
 
 Chosen = tuple[StoredSample, Provenance, codec.Bits]
-"""A sample to look at again, and its last state at the last position, [H]."""
+"""A sample to check against the target, and its last state at the last position, [H]."""
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from eagle3.target.pin import Target
     from eagle3.target.weights import HeadWeights
 
-# Engines in bf16 agree to 3% in deep layers, fp8 adds 3%; another layer or row is off by 50% and more.
+# Engines in bf16 agree within 3% in deep layers, fp8 adds 3%; a wrong layer or row differs by 50% or more.
 _PARITY_TOLERANCE = 0.15
-# Rows of one sample that the teacher predicts again. Where it is usually right, so many misses are no chance.
+# Rows per sample for which the teacher predicts the next token. If it is usually right on the other samples, a
+# sample without a single hit is no accident.
 _RESPONSE_ROWS = 16
-_USUAL = 0.3
+_USUALLY_RIGHT = 0.3
 
 
 @dataclass
 class Report:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     files: int = 0
     samples: int = 0
@@ -51,11 +52,11 @@ class Report:
     bytes: int = 0
     """Of all frames."""
     teacher_agreement: float | None = None
-    """Share of samples whose recorded teacher token is the engine's; None where nothing is recorded yet."""
+    """Share of samples whose recorded teacher token is the engine's; None if nothing is recorded yet."""
     response_agreement: float | None = None
-    """Share of looked-at rows where the teacher's choice is the token that the response has."""
+    """Share of checked rows for which the teacher's token is the response's; None if none were checked."""
     parity: dict[int, float] = field(default_factory=dict)
-    """Layer -> median distance of a row from the second engine's, relative to its length."""
+    """Layer -> median distance of a row from the second engine's, relative to its norm."""
     layers: list[dict[str, float]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -88,15 +89,15 @@ def verify(
 
     Args:
         paths: shards, or folders that hold them; also the work folder of a running capture.
-        target: compare what the shards say of it.
-        head: the target's head: compute the teacher tokens of some samples again.
-        engine: a second engine: capture some samples again and compare.
-        samples: how many samples `head` and `engine` look at.
-        min_teacher_agreement: smallest share of samples on which teacher and engine agree.
-        threads: for reading.
+        target: compare with the target that the shards name.
+        head: the target's head: recompute the teacher tokens of some samples.
+        engine: a second engine: recapture some samples and compare.
+        samples: number of samples that are checked with `head` and `engine`.
+        min_teacher_agreement: minimum share of samples on which teacher and engine agree.
+        threads: number of threads for reading.
 
     Returns:
-        the report; damage is listed in it and not raised.
+        the report; it lists damage, which is not raised.
 
     Raises:
         Eagle3Error: there is nothing to verify.
@@ -150,7 +151,7 @@ def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]
     for path in files:
         if path.suffix == ".log":
             found = _read_log(path, threads)
-            # A running capture may have made a shard of it meanwhile.
+            # A running capture may have turned it into a shard meanwhile.
             path = path if path.exists() else path.parent.with_name(f"{path.stem}.safetensors")
             if path.suffix == ".log":
                 yield from found
@@ -187,7 +188,7 @@ def _found(error: Eagle3Error) -> str:
 
 
 def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: int, report: Report) -> None:
-    """Whether the files are those of one run, all of them but the unreadable, and of this target."""
+    """Check that the files belong to one capture of this target, and that all its shards are there."""
     first = sets[0]
     owner: dict[str, Path] = {}
     numbers: dict[str, set[int]] = defaultdict(set)
@@ -197,7 +198,7 @@ def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: in
                 detail = f"{name} is {value}, but {expected} in {first.path}"
                 report.faults.append(Fault("mixed", str(one.path), "", detail))
         if target is not None and one.provenance.target_revision != target.revision:
-            detail = f"captured of revision {one.provenance.target_revision}, the target is {target.revision}"
+            detail = f"captured from revision {one.provenance.target_revision}, but the target is {target.revision}"
             report.faults.append(Fault("target", str(one.path), "", detail))
         for audit in one.audits:
             if audit.stored and (other := owner.setdefault(audit.stored.id, one.path)) != one.path:
@@ -207,11 +208,11 @@ def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: in
     for one in sets:
         if one.shard is None:
             continue
-        lacking = sorted(set(range(one.shard.shards)) - numbers[one.provenance.part])
-        # While a capture runs, the shards to come are logs.
+        missing = sorted(set(range(one.shard.shards)) - numbers[one.provenance.part])
+        # While a capture runs, unfinished shards are logs.
         logs = sum(other.shard is None and other.provenance.part == one.provenance.part for other in sets)
-        if len(lacking) > unreadable + logs:
-            detail = f"of {one.shard.shards} shards of this capture, these are not here: {lacking}"
+        if len(missing) > unreadable + logs:
+            detail = f"of {one.shard.shards} shards of this capture, these are missing: {missing}"
             report.faults.append(Fault("incomplete", str(one.path), "", detail))
 
 
@@ -234,7 +235,7 @@ def _statistics(sets: Sequence[_Set]) -> list[dict[str, float]]:
 
 
 def _repeat_teacher(chosen: Sequence[Chosen], head: HeadWeights, report: Report) -> None:
-    """Compute teacher tokens again, at the last position and in the response."""
+    """Recompute teacher tokens, at the last position and in the response."""
     import torch
 
     matches: list[tuple[StoredSample, list[bool]]] = []
@@ -242,24 +243,24 @@ def _repeat_teacher(chosen: Sequence[Chosen], head: HeadWeights, report: Report)
         last = load(stored, provenance).last
         picked = np.linspace(0, len(last) - 1, min(_RESPONSE_ROWS, len(last))).astype(np.int64)
         states = torch.cat([last[torch.from_numpy(picked)], codec.bf16(last_row[None])])
-        *said, final = teacher_tokens(head, states).tolist()
+        *predicted, final = teacher_tokens(head, states).tolist()
         following = stored.token_ids[stored.last_rows[picked] + 1].tolist()
-        matches.append((stored, [one == other for one, other in zip(said, following, strict=True)]))
+        matches.append((stored, [one == other for one, other in zip(predicted, following, strict=True)]))
         if stored.teacher_token not in (-1, final) and not is_tie(head, states[-1], final, stored.teacher_token):
-            detail = f"the last state leads to token {final}, recorded is {stored.teacher_token}"
+            detail = f"the last state leads to token {final}, but {stored.teacher_token} is recorded"
             report.faults.append(Fault("teacher", str(stored.path), stored.id, detail))
-    looked_at = sum(len(found) for _, found in matches)
-    if not looked_at:
+    checked = sum(len(found) for _, found in matches)
+    if not checked:
         return
-    report.response_agreement = sum(sum(found) for _, found in matches) / looked_at
+    report.response_agreement = sum(sum(found) for _, found in matches) / checked
     for stored, found in matches:
-        if report.response_agreement > _USUAL and len(found) == _RESPONSE_ROWS and not any(found):
-            detail = f"not one of {_RESPONSE_ROWS} states leads to the token that follows: are they another sample's?"
+        if report.response_agreement > _USUALLY_RIGHT and len(found) == _RESPONSE_ROWS and not any(found):
+            detail = f"none of {_RESPONSE_ROWS} states leads to the next token: do they belong to another sample?"
             report.faults.append(Fault("response", str(stored.path), stored.id, detail))
 
 
 def _compare(chosen: Sequence[Chosen], engine: Engine, head: HeadWeights | None, report: Report) -> None:
-    """Capture samples again by another engine."""
+    """Recapture samples with another engine."""
     distances: dict[int, list[float]] = defaultdict(list)
     by_layers: dict[tuple[int, ...], list[tuple[StoredSample, Provenance]]] = defaultdict(list)
     for stored, provenance, _ in chosen:
@@ -277,7 +278,7 @@ def _compare(chosen: Sequence[Chosen], engine: Engine, head: HeadWeights | None,
                     continue
                 distances[layer].append(_distance(mine, reference[:, index][rows]))
                 if distances[layer][-1] > _PARITY_TOLERANCE:
-                    detail = f"layer {layer} is {distances[layer][-1]:.0%} off {engine.name}'s"
+                    detail = f"layer {layer} differs by {distances[layer][-1]:.0%} from {engine.name}'s"
                     detail += _likeness(mine, reference, rows, layer_ids, head)
                     report.faults.append(Fault("parity", str(stored.path), stored.id, detail))
     report.parity = {layer: float(np.median(found)) for layer, found in sorted(distances.items())}
@@ -286,7 +287,7 @@ def _compare(chosen: Sequence[Chosen], engine: Engine, head: HeadWeights | None,
 def _likeness(
     mine: torch.Tensor, reference: torch.Tensor, rows: Any, layer_ids: Sequence[int], head: HeadWeights | None
 ) -> str:
-    """Say what states [t, H] look like instead, if it is something that engines get wrong."""
+    """Say what states [t, H] equal instead, if it is a common mistake of engines."""
     for index, layer in enumerate(layer_ids):
         states = reference[:, index]  # [n, H]
         candidates = {f"layer {layer}": states}
@@ -295,7 +296,7 @@ def _likeness(
             candidates[f"layer {layer} after the final norm"] = normed(head, states)
         for name, candidate in candidates.items():
             if _distance(mine, candidate[rows]) < _PARITY_TOLERANCE:
-                return f"; it is {name}"
+                return f"; it equals {name}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""From captured states to durable samples: compress in threads, append in order, in bounded memory."""
+"""Write captured states to the logs: compress in threads, append in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.capture_log import CaptureLog
@@ -16,7 +15,7 @@ from eagle3.hidden_states.stored_sample import Int32s, Provenance, places
 
 @dataclass(frozen=True)
 class CaptureSample:
-    """A sample whose states are wanted."""
+    """A sample whose states are to be captured."""
 
     id: str
     token_ids: Int32s
@@ -29,14 +28,14 @@ class CaptureSample:
 class CaptureWriter:
     """Takes samples with their states; when `drain` returns, all of them survive a kill.
 
-    `submit` waits while more than `limit` bytes of states are on their way (a longer sample goes alone), so a slow
-    disk slows the engine down instead of filling the memory. On the way out, after whatever error, the samples that
-    can still be finished are.
+    `submit` waits while more than `limit` bytes of states are in flight (a larger sample goes alone), so a slow disk
+    slows the engine down instead of filling the memory. On exit, even after an error, samples in flight are finished
+    if possible.
 
     Args:
         logs: shard -> its log.
-        threads: for compressing.
-        limit: bytes of states on their way.
+        threads: number of threads for compression.
+        limit: maximum bytes of states in flight.
     """
 
     def __init__(self, logs: Mapping[int, CaptureLog], *, threads: int, limit: int) -> None:
@@ -51,8 +50,8 @@ class CaptureWriter:
         """Hand over one sample.
 
         Args:
-            sample: who it is.
-            states: [n, L, H], not to be changed afterwards.
+            sample: the sample.
+            states: [n, L, H]; must not be changed afterwards.
             next_token: the engine's greedy token after it.
             provenance: how to encode it.
 
@@ -96,8 +95,6 @@ class CaptureWriter:
     def __enter__(self) -> CaptureWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._encoders.shutdown()
         self._writer.shutdown()

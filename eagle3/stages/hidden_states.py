@@ -1,8 +1,8 @@
 """Capture the target's hidden states for every sample, into verified shards.
 
-A sample is durable as soon as it is compressed (`scratch`), so a kill costs the samples in flight. When all are
-there, each shard is written once, read back in full, and only then takes its name and the place of its log
-(`state`). Disk needed: the result and one shard more.
+A sample is durable as soon as it is compressed (`capture_log`), so a kill costs only the samples in flight. When all
+samples are captured, each shard is written once and read back in full; only then does it get its name and replace its
+log (`capture_state`). Disk space needed: the result and one more shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One token sequence, and the samples that consist of it (identical prompts can have identical answers)."""
+    """A token sequence, and its samples (identical prompts can have identical answers)."""
 
     token_ids: Int32s
     samples: list[CaptureSample] = field(default_factory=list)
@@ -76,7 +76,7 @@ def make(
         counts: samples, tokens, failed samples by reason, agreement, bytes.
 
     Raises:
-        Eagle3Error: the engine's states disagree with its tokens; too many samples failed; nothing to capture.
+        Eagle3Error: the engine's states disagree with its tokens; too many samples failed; there is nothing to capture.
     """
     pinned = load_target(target)
     layer_ids = _layer_ids(settings, pinned)
@@ -95,17 +95,17 @@ def make(
 
 
 def read_samples(path: Path, shards: int, vocab_size: int) -> list[TokenSequence]:
-    """Return the sequences to capture, longest first: if memory does not suffice, that shows at once.
+    """Return the sequences to capture, longest first: if memory is short, that shows at once.
 
     Raises:
-        Eagle3Error: no samples, an id twice, or a record that is no sample.
+        Eagle3Error: there are no samples, or one is invalid or a duplicate.
     """
     found: dict[bytes, TokenSequence] = {}
     seen: set[str] = set()
     for record in read_records(path):
         sample = _sample(record, shards, vocab_size, path)
         if sample.id in seen:
-            raise Eagle3Error("a sample is there twice", where=f"{path}, sample {sample.id}")
+            raise Eagle3Error("duplicate sample id", where=f"{path}, sample {sample.id}")
         seen.add(sample.id)
         found.setdefault(sample.token_ids.tobytes(), TokenSequence(sample.token_ids)).samples.append(sample)
     if not found:
@@ -114,7 +114,7 @@ def read_samples(path: Path, shards: int, vocab_size: int) -> list[TokenSequence
             where=path,
             remedy="see the rejects of the samples stage for the reasons",
         )
-    return sorted(found.values(), key=lambda sequences: (-len(sequences.token_ids), sequences.samples[0].id))
+    return sorted(found.values(), key=lambda sequence: (-len(sequence.token_ids), sequence.samples[0].id))
 
 
 def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> CaptureSample:
@@ -123,13 +123,15 @@ def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> Capture
     spans = record["spans"]
     if not n or not (0 <= token_ids.min() <= token_ids.max() < vocab_size):
         raise Eagle3Error(
-            "a sample's tokens are not of the target",
+            "a sample's tokens are not in the target's vocabulary",
             where=f"{path}, sample {record['id']}",
             expected=f"one or more ids in [0, {vocab_size:,})",
         )
     if any(not 0 <= start < end <= n for start, end in spans):
-        raise Eagle3Error("a sample's spans are not in its tokens", where=f"{path}, sample {record['id']}", found=spans)
-    # A draft rooted at p learns from the state at p + 1, so a span [s, e) reads rows s - 1 to e - 2.
+        raise Eagle3Error(
+            "a sample's spans are outside its tokens", where=f"{path}, sample {record['id']}", found=spans
+        )
+    # For a span [s, e), a loss reads rows s to e - 2; `eagle3 verify` also reads s - 1, which predicts its first token.
     rows = [np.arange(max(0, start - 1), end - 1) for start, end in spans]
     last_rows = np.unique(np.concatenate([*rows, [n - 1]])).astype("<i4")
     return CaptureSample(record["id"], token_ids, last_rows, range_of(hash_of("shard", record["id"]), shards))
@@ -149,7 +151,7 @@ def _layer_ids(settings: HiddenStatesSettings, target: Target) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Run:
-    """A capture under way."""
+    """A running capture."""
 
     target: Target
     part: str
@@ -160,21 +162,21 @@ class _Run:
     check: TeacherCheck
     failures: dict[str, Failure] = field(default_factory=dict)
 
-    def missing(self, sequences: TokenSequence) -> list[CaptureSample]:
+    def missing(self, sequence: TokenSequence) -> list[CaptureSample]:
         """Return the samples of a sequence that have no states yet."""
-        return [sample for sample in sequences.samples if sample.id not in self.state]
+        return [sample for sample in sequence.samples if sample.id not in self.state]
 
     def capture_missing(self, sequences: Sequence[TokenSequence], settings: EngineSettings, folder: Path) -> None:
-        """Run the engine on all sequences without states; what fails is tried once more."""
+        """Run the engine on all sequences without states; failed ones are tried once more."""
         tokens = sum(len(one.token_ids) for one in sequences)
-        lacking = sum(len(one.token_ids) for one in sequences if self.missing(one))
-        if not lacking:
+        missing = sum(len(one.token_ids) for one in sequences if self.missing(one))
+        if not missing:
             return
         with (
             open_engine(settings, self.machine, self.target, folder) as engine,
             console.Progress(tokens, "hidden states", "tokens") as bar,
         ):
-            bar.update(tokens - lacking)
+            bar.update(tokens - missing)
             for _ in range(ATTEMPTS):
                 with CaptureWriter(
                     self.state.logs, threads=self.machine.threads, limit=self.machine.buffer_mb << 20
@@ -186,10 +188,10 @@ class _Run:
             self.check.flush()
 
     def _units(self, sequences: Sequence[TokenSequence], batch_size: int | None) -> Iterator[Sequence[TokenSequence]]:
-        """Yield what to give to the engine at a time.
+        """Yield the sequences of one call of the engine at a time.
 
-        Where rounding depends on the batch, batches are the same in every run, and one with a missing sample is
-        computed as a whole.
+        If rounding depends on the batch, batches are the same in every run, and one with a missing sample is computed
+        as a whole.
         """
         if batch_size is None:
             if missing := [one for one in sequences if self.missing(one)]:
@@ -201,7 +203,7 @@ class _Run:
                 yield batch
 
     def _capture(self, engine: Engine, unit: Sequence[TokenSequence], writer: CaptureWriter) -> Iterator[int]:
-        """Capture one unit; yield the number of tokens of each sequence that was new."""
+        """Capture one unit; yield the number of tokens of each newly captured sequence."""
         asked = {one.token_ids.tobytes(): one for one in unit}
         for capture in engine.capture([one.token_ids.tolist() for one in unit], self.layer_ids):
             one = asked.pop(np.array(capture.token_ids, "<i4").tobytes(), None)
@@ -219,10 +221,10 @@ class _Run:
             yield len(states)
         for one in asked.values():
             for sample in self.missing(one):
-                self.failures[sample.id] = Failure("not returned", "the engine gave no states for these tokens")
+                self.failures[sample.id] = Failure("not returned", "the engine returned no states for these tokens")
 
     def _states_of(self, capture: Capture) -> codec.Bits | Failure:
-        """Return the states [n, L, H] as bf16, or what is wrong with them."""
+        """Return the states [n, L, H] as bf16, or why they are unusable."""
         import torch
 
         states = capture.states
@@ -230,7 +232,7 @@ class _Run:
         if len(states) != shape[0]:
             return Failure("rows", f"{len(states)} rows for {shape[0]} tokens")
         if tuple(states.shape) != shape:
-            return Failure("shape", f"{tuple(states.shape)} where {shape} is expected")
+            return Failure("shape", f"{tuple(states.shape)}, expected {shape}")
         if states.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return Failure("dtype", f"{states.dtype} where a floating-point type of 16 or 32 bits is expected")
         bits = codec.bits(states.to("cpu", torch.bfloat16).contiguous())
@@ -255,7 +257,7 @@ class _Run:
                 where="; ".join(named[:5]) + ("; ..." if len(named) > 5 else ""),
                 found=f"{len(failures):,} of {total:,} after {ATTEMPTS} attempts",
                 expected=f"at most {self.settings.max_failed:.1%} (hidden_states.max_failed)",
-                remedy="see the engine's log; the samples that were captured are kept, and the next run goes on",
+                remedy="see the engine's log; captured samples are kept, and the next run resumes",
             )
         return failures
 
@@ -280,10 +282,10 @@ def _stats(
     failures: dict[str, Failure],
     settings: HiddenStatesSettings,
 ) -> dict[str, Any]:
-    """Return what `stats.json` says, from the finished shards.
+    """Return the content of `stats.json`, from the finished shards.
 
     Raises:
-        Eagle3Error: the teacher agrees with the engine too seldom.
+        Eagle3Error: teacher and engine agree too rarely.
     """
     finished = [state.finished[number] for number in range(settings.shards)]
     assert state.provenance is not None

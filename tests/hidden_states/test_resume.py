@@ -130,7 +130,7 @@ def test_a_damaged_record_costs_one_sample(make: Make, tmp_path: Path, share: fl
     assert contents(tmp_path / "work") == contents(tmp_path / "calm")
 
 
-def test_a_damaged_shard_is_made_anew_and_the_others_stay(make: Make, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_rebuilt_and_the_others_stay(make: Make, tmp_path: Path) -> None:
     make(tmp_path / "work")
     before = contents(tmp_path / "work")
     path = tmp_path / "work" / "shard-1.safetensors"

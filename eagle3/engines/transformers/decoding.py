@@ -11,9 +11,9 @@ import torch
 from eagle3.engines.base import Sampling
 from eagle3.engines.transformers.batch import Batch
 
-# Nucleus sampling sorts this many of the likeliest tokens, and all only where these do not reach `top_p`.
+# Nucleus sampling sorts this many of the likeliest tokens, and all of them only if these do not reach `top_p`.
 _CANDIDATES = 1024
-# Finished rows leave the batch when at most this share of it is unfinished: leaving copies the cache.
+# Finished rows are dropped when at most this share of the batch is unfinished: dropping them copies the cache.
 _WORTH_DROPPING = 0.75
 
 
@@ -51,7 +51,7 @@ def decode(
     Args:
         model: the target.
         prompts: token ids of each row.
-        limits: most tokens for each row.
+        limits: maximum number of tokens for each row.
         stop_ids: ids that end a generation.
         sampling: how to choose tokens.
         seeds: of each row's own random generator.
@@ -87,7 +87,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
     """Choose a token [B] for every row of logits [B, V].
 
     Every row spends one random number of its own generator a token, so that what it draws does not depend on
-    the rows beside it.
+    the other rows.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
