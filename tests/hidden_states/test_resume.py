@@ -150,7 +150,7 @@ def test_another_version_of_the_engine_is_refused(make: Make, tmp_path: Path) ->
     interrupted(make, tmp_path / "work")
     engine = TinyEngine(make.model)
     engine.versions = {"tiny": "2"}
-    with pytest.raises(Eagle3Error, match="do not mix") as caught:
+    with pytest.raises(Eagle3Error, match="started with a different engine") as caught:
         make(tmp_path / "work", engine)
     assert "{'tiny': '2'}" in str(caught.value)
     assert "{'tiny': '1'}" in str(caught.value)

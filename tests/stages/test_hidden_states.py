@@ -140,10 +140,10 @@ def test_engines_in_half_precision_and_wrong_order_of_memory(make: Make, tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"spans": [[5, 900]]}, "spans are not in its tokens"),
-        ({"input_ids": []}, "not of the target"),
-        ({"input_ids": [1, 5000]}, "not of the target"),
-        ({"id": "s01-0"}, "there twice"),
+        ({"spans": [[5, 900]]}, "spans are outside its tokens"),
+        ({"input_ids": []}, "not in the target's vocabulary"),
+        ({"input_ids": [1, 5000]}, "not in the target's vocabulary"),
+        ({"id": "s01-0"}, "duplicate sample id"),
     ],
 )
 def test_samples_that_are_none_are_refused(
