@@ -21,9 +21,8 @@ from eagle3.console import progress
 from eagle3.draft.data.packing import Spans, supervised_roots
 from eagle3.draft.data.row import Summary
 from eagle3.draft.ops.dispatch import compiled_on_gpu
-from eagle3.draft.ops.layer import project
+from eagle3.draft.ops.logits import chunk_rows, project
 from eagle3.draft.training import parallel
-from eagle3.draft.unroll.objective import CHUNK_BYTES
 from eagle3.files.atomic import atomic_write
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.weights import HeadWeights
@@ -42,7 +41,7 @@ class Summariser:
         self.target_ids = target_ids.to(device)
         self.places = torch.full((len(head.lm_head),), -1, dtype=torch.int32)
         self.places[target_ids.cpu()] = torch.arange(len(target_ids), dtype=torch.int32)
-        self.rows = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * len(head.lm_head)))
+        self.rows = chunk_rows(device, len(head.lm_head))
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Summary:

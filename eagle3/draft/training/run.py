@@ -39,7 +39,8 @@ from eagle3.draft.training.optimizer import Optimizer, learning_rate
 from eagle3.draft.training.timing import Timing
 from eagle3.draft.training.trackers import trackers
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import Weights, prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import Weights, prepare
 from eagle3.errors import Eagle3Error
 from eagle3.files.atomic import atomic_write
 from eagle3.files.records import RecordLog, write_json
