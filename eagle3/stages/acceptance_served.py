@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.acceptance.figures import Drafted, choose, summarise
+from eagle3.acceptance.figures import GenerationCounts, acceptance_figures, choose
 from eagle3.config.acceptance import AcceptanceSettings
 from eagle3.console import progress, say
 from eagle3.engines.base import Engine, GenerationRequest, Sampling, Served, open_engine
@@ -128,9 +128,9 @@ def _figures(samples: Sequence[Sample], plain: Served, drafted: Served, drafts: 
     missing = [name for name in ids if name not in plain.token_ids or name not in drafted.token_ids]
     if missing:
         raise Eagle3Error("the engine left prompts unanswered", found=", ".join(missing[:3]), expected=len(ids))
-    rows = [Drafted(s["source"], drafted.drafts[s["id"]], drafted.accepted[s["id"]]) for s in samples]
+    rows = [GenerationCounts(s["source"], drafted.drafts[s["id"]], drafted.accepted[s["id"]]) for s in samples]
     return {
-        **summarise(rows, drafts),
+        **acceptance_figures(rows, drafts),
         "prompts": len(ids),
         "tokens": sum(len(drafted.token_ids[name]) for name in ids),
         "tokens_per_second": {"with_draft": _speed(drafted), "without_draft": _speed(plain)},

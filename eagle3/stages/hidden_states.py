@@ -129,7 +129,7 @@ def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> Sample:
         )
     if any(not 0 <= start < end <= n for start, end in spans):
         raise Eagle3Error("a sample's spans are not in its tokens", where=f"{path}, sample {record['id']}", found=spans)
-    # A draft rooted at p learns from the state at p + 1, so a span [s, e) reads rows s - 1 to e - 2.
+    # Stored for a span [s, e): rows s-1 .. e-2. Which of them a loss reads: `draft.data.packing.supervised_roots`.
     rows = [np.arange(max(0, start - 1), end - 1) for start, end in spans]
     last_rows = np.unique(np.concatenate([*rows, [n - 1]])).astype("<i4")
     return Sample(record["id"], token_ids, last_rows, range_of(hash_of("shard", record["id"]), shards))

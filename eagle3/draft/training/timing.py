@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from eagle3.draft import parallel
 from eagle3.draft.data.row import Row
 from eagle3.draft.model.config import DraftConfig
-from eagle3.draft.training import parallel
 from eagle3.draft.training.flops import training_flops
 
 
