@@ -121,7 +121,8 @@ def _trained_chain(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, 
     import torch
 
     from eagle3.draft.data.row import build_row
-    from eagle3.draft.unroll.unroll import prepare, unroll
+    from eagle3.draft.unroll.unroll import unroll
+    from eagle3.draft.unroll.weights import prepare
     from eagle3.hidden_states.reader import HiddenStateSample
 
     teacher = torch.zeros(_STEPS, aux.shape[-1])

@@ -33,7 +33,8 @@ from eagle3.draft.training import parallel
 from eagle3.draft.training.flops import training_flops
 from eagle3.draft.training.optimizer import Optimizer
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target.weights import HeadWeights
 
@@ -193,7 +194,7 @@ class Step:
     def __call__(self, row: Row) -> None:
         weights = prepare(self.draft, self.dtype, float8=self.float8)
         hidden = unroll(weights, row, self.embedding)
-        totals = [len(row.ranks)] * len(self.objective.step_weights)
+        totals = [len(row.order)] * len(self.objective.step_weights)
         outcome = projected_loss(hidden, weights.lm_head, self.teacher, row, self.objective, totals)
         hidden.backward(outcome.gradient)
         self.optimizer.step(1e-5)
@@ -259,7 +260,7 @@ def profile(step: Step, row: Row) -> None:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with record(activities=activities) as found:
         step(row)
-        synchronise(row.ranks.device)
+        synchronise(row.order.device)
     key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     print(found.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90), file=sys.stderr)
 

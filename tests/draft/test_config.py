@@ -13,7 +13,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.model.config import DraftConfig, draft_config
-from eagle3.draft.ops.rope import rotary
+from eagle3.draft.unroll.rotary import rotary
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
 

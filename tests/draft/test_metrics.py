@@ -7,7 +7,7 @@ import torch
 
 from eagle3.draft.data.row import Row, build_row
 from eagle3.draft.training.metrics import Tally
-from eagle3.draft.unroll.objective import Outcome
+from eagle3.draft.unroll.objective import LossOutput
 from tests.draft.conftest import random_states
 
 UNROLL = 6
@@ -15,12 +15,12 @@ UNROLL = 6
 SPANS = [[(4, 10)], [(2, 4), (6, 9), (9, 14)]], [[(1, 7)]]
 
 
-def random_outcome(row: Row, share: float, generator: torch.Generator) -> Outcome:
+def random_outcome(row: Row, share: float, generator: torch.Generator) -> LossOutput:
     """Losses and hits at random, about `share` of them correct."""
     size = sum(row.alive)
     correct = torch.rand(size, generator=generator) < share
     loss = torch.rand(size, generator=generator)
-    return Outcome(loss.sum(), None, loss, torch.zeros(size, dtype=torch.int64), correct)
+    return LossOutput(loss.sum(), None, loss, torch.zeros(size, dtype=torch.int64), correct)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
@@ -33,7 +33,7 @@ def test_rates_are_those_of_chains_followed_one_by_one(share: float) -> None:
         row = build_row(samples, UNROLL)
         outcome = random_outcome(row, share, generator)
         tally.add(row, outcome)
-        of_row: list[list[tuple[float, bool]]] = [[] for _ in row.ranks]
+        of_row: list[list[tuple[float, bool]]] = [[] for _ in row.order]
         pairs = iter(zip(outcome.loss.tolist(), outcome.correct.tolist(), strict=True))
         for alive in row.alive:
             for root in range(alive):

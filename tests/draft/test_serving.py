@@ -97,7 +97,7 @@ def trained(row: Row) -> list[Verified]:
     output = 0
     for step, count in enumerate(row.alive):
         for place in range(count):
-            rank, slot = int(row.ranks[place]), int(row.slots[place])
+            rank, slot = int(row.order[place]), int(row.slots[place])
             root = int(row.root_context[rank])
             sample = next(i for i in range(len(row.ids)) if row.segments.q[i] <= slot < row.segments.q[i + 1])
             first = row.segments.k[sample]

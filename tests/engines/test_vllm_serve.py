@@ -18,7 +18,8 @@ from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.draft.data.row import Row, build_row
 from eagle3.draft.model.network import Draft
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from eagle3.engines.base import GenerationRequest, Sampling, Served, open_engine
 from eagle3.engines.vllm import counters
 from eagle3.engines.vllm.engine import VllmEngine

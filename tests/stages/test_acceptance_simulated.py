@@ -14,6 +14,7 @@ from eagle3.config.acceptance import AcceptanceSettings
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.draft.model.network import load_draft
+from eagle3.draft.unroll.reference import ReferenceChain
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records, write_records
 from eagle3.hidden_states.reader import HiddenStateReader
@@ -22,7 +23,6 @@ from eagle3.stages import draft as train
 from eagle3.target.pin import load_target
 from eagle3.target.weights import head_weights
 from tests.draft.conftest import Inputs
-from tests.draft.naive_chain import NaiveChain
 
 DRAFTS = 3
 MACHINE = MachineSettings(device="cpu", threads=1)
@@ -60,7 +60,7 @@ def measure(known: Inputs, draft: Path, folder: Path, drafts: int = DRAFTS) -> d
 
 
 @torch.no_grad()
-def serve(chain: NaiveChain, tokens: list[int], aux: torch.Tensor, span: tuple[int, int]) -> list[int]:
+def serve(chain: ReferenceChain, tokens: list[int], aux: torch.Tensor, span: tuple[int, int]) -> list[int]:
     """Decode one generation by draft and verify; return the accepted drafts of every step.
 
     The drafts are fed with themselves. The target's answer is known, so verifying is comparing.
@@ -85,7 +85,7 @@ def serve(chain: NaiveChain, tokens: list[int], aux: torch.Tensor, span: tuple[i
 def test_it_equals_draft_and_verify_decoding(known: Inputs, draft: Path, tmp_path: Path) -> None:
     found = measure(known, draft, tmp_path)
     reader = HiddenStateReader(known.hidden_states)
-    chain = NaiveChain(load_draft(draft.parent), head_weights(load_target(known.target)).embedding)
+    chain = ReferenceChain(load_draft(draft.parent), head_weights(load_target(known.target)).embedding)
     steps: dict[str, list[int]] = {"even": [], "odd": []}
     for record in read_records(known.evaluation):
         states = reader.read(record["id"])

@@ -32,7 +32,7 @@ class Summary(NamedTuple):
 class Row:
     """One packed row. C context positions (a sample is read up to its last root), R roots, n_t roots alive at step t.
 
-    `root_context`, `teacher` and `labels` are in position order ("rank"); `ranks` and `slots` in lifetime order,
+    `root_context`, `teacher` and `labels` are in position order ("rank"); `order` and `slots` in lifetime order,
     longest first, so that the roots alive at step t are the first n_t.
     """
 
@@ -50,7 +50,7 @@ class Row:
     """[R, H] bf16: y[p+1], from which the target predicts x[p+2]"""
     labels: Tensor
     """[R] int64: x[p+2]"""
-    ranks: Tensor
+    order: Tensor
     """[R] int64: rank of the i-th longest-lived root"""
     slots: Tensor
     """[R] int64: its place among the attention's queries"""
@@ -146,7 +146,7 @@ def build_row(
         root_context=torch.from_numpy(np.concatenate(root_context)),
         teacher=torch.cat([part.teacher for part in parts]),
         labels=torch.cat([part.tokens[part.roots + 2] for part in parts]),
-        ranks=torch.from_numpy(order),
+        order=torch.from_numpy(order),
         slots=torch.from_numpy(np.concatenate(slots)[order]),
         alive=alive,
         starts=torch.from_numpy(np.cumsum([0, *alive])),

@@ -17,13 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.draft.data.packing import Spans, supervised_roots
 from eagle3.draft.data.row import Summary
 from eagle3.draft.ops.dispatch import compiled_on_gpu
-from eagle3.draft.ops.layer import project
+from eagle3.draft.ops.logits import chunk_rows, project
 from eagle3.draft.training import parallel
-from eagle3.draft.unroll.objective import CHUNK_BYTES
 from eagle3.files.atomic import atomic_write
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.weights import HeadWeights
@@ -42,7 +41,7 @@ class Summariser:
         self.target_ids = target_ids.to(device)
         self.places = torch.full((len(head.lm_head),), -1, dtype=torch.int32)
         self.places[target_ids.cpu()] = torch.arange(len(target_ids), dtype=torch.int32)
-        self.rows = max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]) // (4 * len(head.lm_head)))
+        self.rows = chunk_rows(device, len(head.lm_head))
 
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Summary:
@@ -78,11 +77,11 @@ class Summaries:
 def summarise(spans: Mapping[str, Spans], reader: HiddenStateReader, summariser: Summariser) -> Summaries:
     """Summarise all roots of samples, given by id with their spans; processes share the work and all get the result."""
     mine: list[tuple[list[str], list[int], Summary]] = []
-    with progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
+    with Progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
         for batch in _batches(spans, reader):
             states = [part for _, part in batch]
             mine.append(([sample for sample, _ in batch], list(map(len, states)), summariser(torch.cat(states))))
-            bar.update(min(len(batch) * parallel.world(), len(spans) - bar.n))
+            bar.update(len(batch) * parallel.world())
     ids, sizes, summaries = zip(*parallel.gather(mine), strict=True)
     whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
     return Summaries(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), whole)

@@ -1,4 +1,4 @@
-"""Element-wise work on a GPU."""
+"""How functions run on a GPU: compiled, or recorded as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,26 +18,6 @@ def pass_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def kernel_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Replace `function` by the kernel of that name (but for a leading underscore) where its tensors are on a GPU.
-
-    On CPU it runs as written: the same operations in the same order on every machine.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[0]
-        if not first.is_cuda:
-            return function(*args, **kwargs)
-        # Triton is there only where torch was built for GPUs.
-        from eagle3.draft.ops import kernels
-
-        fast: Callable[P, R] = getattr(kernels, function.__name__.removeprefix("_"))
-        return fast(*args, **kwargs)
-
-    return call
-
-
 def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
     """Fuse `function` with torch.compile where its tensors are on a GPU; the second length seen makes lengths
     dynamic, so rows do not recompile.
@@ -55,7 +35,7 @@ def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class Replayed:
+class CudaGraphed:
     """Calls a function on a GPU as one CUDA graph: many small kernels at the price of launching one.
 
     The function takes tensors that may be others at every call, returns nothing, and otherwise works in place on

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from eagle3.draft.ops.dispatch import kernel_on_gpu
 from eagle3.errors import Eagle3Error
 
 # The kernels take no other lengths; the number of tokens is free.
@@ -52,7 +51,6 @@ class Float8(NamedTuple):
         return cls(Scaled(*quantise(value)), Scaled(*quantise(value.mT.contiguous())))
 
 
-@kernel_on_gpu
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Cut [n, K] to float8, each row by its own power of two: the least that takes its values below 448.
 
@@ -60,6 +58,10 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         values and scales, as in `Scaled`. A row with an infinity or NaN gets an infinite scale, so that every product
         with it is not finite either.
     """
+    if x.is_cuda:
+        from eagle3.draft.ops.float8_kernel import quantise as kernel
+
+        return kernel(x)
     wide = x.float()
     # Exponent bits alone; 448 is 7/8 of 512.
     power = ((wide.abs().amax(1, keepdim=True) * (8 / 7)).view(torch.int32) & 0x7F800000).view(torch.float32)

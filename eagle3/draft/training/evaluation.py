@@ -22,7 +22,8 @@ from eagle3.draft.model.network import Draft
 from eagle3.draft.training import parallel
 from eagle3.draft.training.metrics import Tally, accepted_drafts, replay
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 
 
 @dataclass(frozen=True)

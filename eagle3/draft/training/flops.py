@@ -15,7 +15,7 @@ PRODUCT, WEIGHT_ONLY, ATTENTION = 3.0, 2.0, 3.5
 def training_flops(config: DraftConfig, row: Row) -> float:
     """Return the operations of forward and backward for one row, teacher included."""
     H, width, Vd = config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    context, roots, pairs = len(row.positions), len(row.ranks), sum(row.alive)
+    context, roots, pairs = len(row.positions), len(row.order), sum(row.alive)
     q, kv, q_latent, kv_latent = _projection_sizes(config)
     value_dim = config.latent.v_head_dim if config.latent else config.head_dim
     heads = config.num_attention_heads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle3.acceptance.figures import Drafted
 from eagle3.draft.data.row import Row
-from eagle3.draft.unroll.objective import Outcome
+from eagle3.draft.unroll.objective import LossOutput
 
 
 class Tally:
@@ -26,10 +26,10 @@ class Tally:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.sums = torch.zeros(5, unroll, dtype=dtype, device=device)
 
-    def add(self, row: Row, outcome: Outcome) -> None:
+    def add(self, row: Row, outcome: LossOutput) -> None:
         """Count every (step, root) pair of a row."""
         # Tables of steps and roots: those alive at a step are its first ones.
-        place = torch.arange(len(row.ranks), device=row.starts.device)
+        place = torch.arange(len(row.order), device=row.starts.device)
         alive = place < row.starts.diff()[:, None]
         pairs = (row.starts[:-1, None] + place).clamp_max(len(row.pairs) - 1)
         loss, correct = outcome.loss[pairs].masked_fill_(~alive, 0), outcome.correct[pairs] & alive
@@ -70,16 +70,16 @@ def expected_acceptance_length(conditional: Sequence[float]) -> float:
     return length
 
 
-def accepted_drafts(row: Row, outcome: Outcome, target_ids: Tensor, drafts: int) -> list[int]:
+def accepted_drafts(row: Row, outcome: LossOutput, target_ids: Tensor, drafts: int) -> list[int]:
     """Return for every root, in position order, how many leading drafts equal the tokens that follow [R]."""
     hits = (target_ids[outcome.drafted] == row.labels[row.ahead]).split(row.alive)
-    accepted = torch.zeros(len(row.ranks), dtype=torch.int64, device=row.ranks.device)
+    accepted = torch.zeros(len(row.order), dtype=torch.int64, device=row.order.device)
     unbroken: Tensor | None = None
     for hit in hits[:drafts]:
         unbroken = hit if unbroken is None else unbroken[: len(hit)] & hit
         accepted[: len(hit)] += unbroken
     in_position_order = torch.empty_like(accepted)
-    in_position_order[row.ranks] = accepted
+    in_position_order[row.order] = accepted
     result: list[int] = in_position_order.tolist()
     return result
 

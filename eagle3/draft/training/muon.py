@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from eagle3.draft.ops.dispatch import Replayed
+from eagle3.draft.ops.dispatch import CudaGraphed
 from eagle3.draft.training import parallel
 from eagle3.draft.training.shards import Shards
 
@@ -57,7 +57,7 @@ class Muon:
         self.matrices = [[x.view_as(matrix) for x in part] for matrix, part in zip(mine, parts, strict=True)]
         # Recording keeps all intermediate tensors for good: worth it where launches cost more than the kernels' work.
         small = max((matrix.numel() for matrix in mine), default=LARGE) < LARGE
-        self.apply: Callable[..., None] = Replayed(self._update) if small else self._update
+        self.apply: Callable[..., None] = CudaGraphed(self._update) if small else self._update
 
     def update(self, rate: float, scale: Tensor, skipped: Tensor) -> None:
         """Step with the gradients divided by `scale`, or, where `skipped` is 1, change nothing; clear the gradients."""

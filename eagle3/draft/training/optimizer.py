@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.model.config import HEAD
-from eagle3.draft.ops.dispatch import kernel_on_gpu
+from eagle3.draft.ops.adamw import BETAS, adamw
 from eagle3.draft.training import parallel
 from eagle3.draft.training.muon import Muon
 from eagle3.draft.training.shards import Shards
-
-BETAS = (0.9, 0.95)
-EPS = 1e-8
 
 
 class Optimizer:
@@ -105,7 +102,7 @@ class AdamW:
         corrections = -torch.expm1(self.count * self.logs)
         for decay, values, first, second, gradient in self.groups:
             if len(values):
-                _adamw(values, first, second, gradient, scale, skipped, corrections, rate, decay)
+                adamw(values, first, second, gradient, scale, skipped, corrections, rate, decay)
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments of all parameters and the step count, on every rank."""
@@ -117,40 +114,6 @@ class AdamW:
         for name, moment in self.moments.items():
             moment.copy_(self.shards.own_part(state[name]))
         self.count.copy_(state["step"])
-
-
-@kernel_on_gpu
-def _adamw(
-    values: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    scale: Tensor,
-    skipped: Tensor,
-    corrections: Tensor,
-    rate: float,
-    decay: float,
-) -> None:
-    """Update values and their moments in place, unless `skipped`; clear the gradient.
-
-    Args:
-        values: [n] float32, as the next three.
-        first: mean of the gradients.
-        second: mean of their squares.
-        gradient: may hold anything where the step is skipped.
-        scale: [] float32, by which the gradient is divided.
-        skipped: [] float32, 0 or 1.
-        corrections: [2] float32, 1 - beta^steps of the two moments.
-        rate: the learning rate.
-        decay: decoupled weight decay, times the rate.
-    """
-    if not skipped:
-        gradient.div_(scale)
-        first.lerp_(gradient, 1 - BETAS[0])
-        second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        direction = first / (second / corrections[1]).sqrt_().add_(EPS)
-        values.mul_(1 - rate * decay).sub_(direction.mul_(rate / corrections[0]))
-    gradient.zero_()
 
 
 def learning_rate(settings: DraftSettings, step: int, steps: int) -> float:

@@ -33,7 +33,7 @@ class Timing:
         """Count a row."""
         self.flops += training_flops(self.config, row)
         self.tokens += len(row.positions)
-        self.supervised += len(row.ranks)
+        self.supervised += len(row.order)
 
     def read(self, step: int) -> dict[str, Any]:
         """Return the rates since the last call; the device must have finished."""

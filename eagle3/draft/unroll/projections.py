@@ -4,7 +4,7 @@ Both kinds of attention read u = concat(norm_in(token), norm_h(feature)), so the
 into a half for the token and a half for the feature. What it makes of u is `projected` [n, Q + K]: Q columns become
 queries, the others keys and values. Step 0 needs these at other positions than those, so the parts stand alone, too.
 
-`query_room` and `key_room` say where queries, keys and values are put, or their gradients: in grouped-query attention
+`query_buffer` and `key_buffer` hold queries, keys and values, or their gradients. In grouped-query attention
 they are the projected rows themselves, rotated in place.
 """
 
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.model.config import DraftConfig
-from eagle3.draft.ops.layer import Weight, linear, linear_backward, norm, norm_backward
-from eagle3.draft.ops.rope import Rotary, softmax_scale
+from eagle3.draft.ops.linear import Weight, linear, linear_backward
+from eagle3.draft.ops.norm import norm, norm_backward
+from eagle3.draft.ops.own_keys import KeyValues
+from eagle3.draft.ops.rope import Rotary
+from eagle3.draft.unroll.rotary import softmax_scale
 
 
-class Half(NamedTuple):
+class InputHalf(NamedTuple):
     """The half of the matrix over u that reads the token, or the feature."""
 
     q: Weight
@@ -31,22 +34,22 @@ class Half(NamedTuple):
     """[Q + K, H], both"""
 
     @classmethod
-    def both(cls, weight: Weight, queries: int) -> tuple[Half, Half]:
+    def both(cls, weight: Weight, queries: int) -> tuple[InputHalf, InputHalf]:
         """Split [Q + K, 2H]."""
         first, second = (
             cls(half.rows(0, queries), half.rows(queries, len(half.value)), half) for half in weight.halves()
         )
         return first, second
 
-    def in_float8(self, *parts: str) -> Half:
+    def in_float8(self, *parts: str) -> InputHalf:
         return self._replace(**{name: getattr(self, name).in_float8() for name in parts})
 
 
 class GroupedProjections(NamedTuple):
     """Grouped-query attention (Llama)."""
 
-    token: Half
-    feature: Half
+    token: InputHalf
+    feature: InputHalf
     """q_proj over k_proj over v_proj, Q = Hq*d and K = 2*Hkv*d"""
     head_dim: int
     scale: float
@@ -54,48 +57,52 @@ class GroupedProjections(NamedTuple):
     @classmethod
     def prepare(cls, config: DraftConfig, attention: Any, dtype: torch.dtype) -> GroupedProjections:
         parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
-        halves = Half.both(Weight.of(dtype, *parts), len(parts[0]))
+        halves = InputHalf.both(Weight.of(dtype, *parts), len(parts[0]))
         return cls(*halves, config.head_dim, softmax_scale(config))
 
     def in_float8(self) -> GroupedProjections:
         return self._replace(token=self.token.in_float8("q", "kv"), feature=self.feature.in_float8("q", "kv", "whole"))
 
-    def query_room(self, projected: Tensor) -> Tensor:
+    def query_buffer(self, projected: Tensor) -> Tensor:
         """[n, Q] -> [n, Hq, d]."""
         heads: Tensor = projected.unflatten(1, (-1, self.head_dim))
         return heads
 
-    def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+    def key_buffer(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """[n, K] -> keys and values, both [n, Hkv, d]."""
         keys, values = projected.unflatten(1, (2, -1, self.head_dim)).unbind(1)
         return keys, values
 
+    def key_values(self, context: Tensor, own: Tensor, starts: Tensor) -> KeyValues:
+        """Buffers for [C, K] and for the roots' own [n_1 + n_2 + .., K], or for their gradients."""
+        return KeyValues(*self.key_buffer(context), *self.key_buffer(own), starts)
+
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
         """[n, Q] -> rotated queries [n, Hq, d]."""
-        return rotary.rotate(self.query_room(projected), positions)
+        return rotary.rotate(self.query_buffer(projected), positions)
 
     def queries_backward(
         self, d_q: Tensor, _projected: Tensor, _d_projected: Tensor, positions: Tensor, rotary: Rotary
     ) -> None:
-        """Turn the gradient of the queries [n, Hq, d] into that of `projected`, in its room."""
+        """Turn the gradient of the queries [n, Hq, d] into that of `projected`, in its buffer."""
         rotary.rotate_backward(d_q, positions)
 
     def keys(self, _projected: Tensor, k: Tensor, _v: Tensor, positions: Tensor, rotary: Rotary) -> None:
-        """Write the rotated keys and the values of [n, K] into their room."""
+        """Write the rotated keys and the values of [n, K] into their buffers."""
         rotary.rotate(k, positions)
 
     def keys_backward(
         self, d_k: Tensor, _d_v: Tensor, _projected: Tensor, _d_projected: Tensor, positions: Tensor, rotary: Rotary
     ) -> None:
-        """Turn the gradients of keys and values into that of `projected`, in its room."""
+        """Turn the gradients of keys and values into that of `projected`, in its buffer."""
         rotary.rotate_backward(d_k, positions)
 
 
 class LatentProjections(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), keys and values written out per head."""
 
-    token: Half
-    feature: Half
+    token: InputHalf
+    feature: InputHalf
     """q_a_proj over kv_a_proj, Q = q_lora_rank and K = kv_lora_rank+rope"""
     q_norm: Weight
     q_b: Weight
@@ -112,7 +119,7 @@ class LatentProjections(NamedTuple):
     def prepare(cls, config: DraftConfig, attention: Any, dtype: torch.dtype) -> LatentProjections:
         assert config.latent is not None
         parts = attention.q_a_proj.weight, attention.kv_a_proj_with_mqa.weight
-        token, feature = Half.both(Weight.of(dtype, *parts), len(parts[0]))
+        token, feature = InputHalf.both(Weight.of(dtype, *parts), len(parts[0]))
         return cls(
             token=token,
             feature=feature,
@@ -134,16 +141,20 @@ class LatentProjections(NamedTuple):
             kv_b=self.kv_b.in_float8(),
         )
 
-    def query_room(self, projected: Tensor) -> Tensor:
+    def query_buffer(self, projected: Tensor) -> Tensor:
         """[n, Q] -> [n, Hq, nope+rope]."""
         return projected.new_empty(len(projected), self.heads, len(self.q_b.value) // self.heads)
 
-    def key_room(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+    def key_buffer(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """[n, K] -> keys [n, Hq, nope+rope] and values [n, Hq, dv]."""
         rank, both = len(self.kv_norm.value), len(self.kv_b.value) // self.heads
         rope = projected.shape[1] - rank
         keys = projected.new_empty(len(projected), self.heads, self.nope + rope)
         return keys, projected.new_empty(len(projected), self.heads, both - self.nope)
+
+    def key_values(self, context: Tensor, own: Tensor, starts: Tensor) -> KeyValues:
+        """Buffers for [C, K] and for the roots' own [n_1 + n_2 + .., K], or for their gradients."""
+        return KeyValues(*self.key_buffer(context), *self.key_buffer(own), starts)
 
     def queries(self, projected: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
         """[n, Q] -> queries [n, Hq, nope+rope], their last part rotated."""
@@ -160,7 +171,7 @@ class LatentProjections(NamedTuple):
         d_projected.copy_(norm_backward(d_normed, projected, self.q_norm, self.eps))
 
     def keys(self, projected: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotary: Rotary) -> None:
-        """Write keys and values of [n, K] into their room. All heads share the rotated part, rotated in place."""
+        """Write keys and values of [n, K] into their buffers. All heads share the rotated part, rotated in place."""
         latent, shared = self._split(projected)
         heads = linear(norm(latent, self.kv_norm, self.eps), self.kv_b).unflatten(1, (self.heads, -1))
         rotated = rotary.rotate(shared[:, None], positions).expand(-1, self.heads, -1)

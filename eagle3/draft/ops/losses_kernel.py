@@ -9,7 +9,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton import next_power_of_2 as padded
 
-from eagle3.draft.unroll.objective import Lesson
+from eagle3.draft.ops.losses import LossTarget
 
 
 def cross_entropy(
@@ -18,25 +18,25 @@ def cross_entropy(
     offsets: Tensor,
     students: int,
     weights: Tensor,
-    lesson: Lesson,
+    loss_target: LossTarget,
     one_hot: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`objective._taught` of kl, or of ce (`one_hot`); writes the gradient over the logits.
+    """kl, or ce (`one_hot`), as `losses.value_and_gradient`; overwrites the logits with the gradient.
 
     Args:
         logits: [m, Vd].
         target: the target's logits [B, Vd] float32.
         offsets: [B+1] int64; teacher b's rows are offsets[b] - offsets[0] .. offsets[b+1] - offsets[0] - 1.
-        students: the most rows that a teacher has.
+        students: maximum number of rows that a teacher has.
         weights: [m].
-        lesson: of the B teachers.
-        one_hot: take the target's most likely token for its distribution.
+        loss_target: of the B teachers.
+        one_hot: use the target's most likely token as its distribution.
 
     Returns:
         loss and choice [m].
     """
     value, choice = torch.empty_like(weights), torch.empty_like(weights, dtype=torch.int64)
-    top, _, shift, mass, negentropy = lesson
+    top, _, shift, mass, negentropy = loss_target
     rows = padded(students)
     _cross_entropy[(len(target),)](
         logits, target, offsets, weights, top, shift, mass, negentropy, value, choice, target.shape[1],

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from eagle3.draft.ops.dispatch import kernel_on_gpu
 from eagle3.draft.ops.float8 import Float8, product
 
 
@@ -119,70 +117,3 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-def norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, statistics in float32."""
-    return functional.rms_norm(x, weight.value.shape, weight.value, eps)
-
-
-def norm_backward(
-    d_out: Tensor,
-    x: Tensor,
-    weight: Weight,
-    eps: float,
-    plus: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Add up the weight's gradient; return that of x [n, H], plus a tensor of its shape; into `out`, if given, which
-    may be `d_out`.
-    """
-    room = x.new_empty(x.shape) if out is None else out
-    return _norm_backward(d_out, x, weight.value, eps, plus, weight.gradients[0], room)
-
-
-@kernel_on_gpu
-def _norm_backward(
-    d_out: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None, total: Tensor, out: Tensor
-) -> Tensor:
-    d, wide = d_out.float(), x.float()
-    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normed = wide * inverse
-    d_normed = d * weight
-    d_x = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)) * inverse
-    total.add_((d * normed).sum(0))
-    return out.copy_(d_x if plus is None else d_x.add_(plus))
-
-
-@kernel_on_gpu
-def add_rows(total: Tensor, rows: Tensor, x: Tensor) -> None:
-    """Add x [n, H] to some rows of `total`, none of them twice."""
-    total.index_add_(0, rows, x)
-
-
-@kernel_on_gpu
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[n, 2I] -> silu(gate) * up [n, I]."""
-    gate, up = gate_up.float().chunk(2, -1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
-
-
-@kernel_on_gpu
-def swiglu_backward(d_out: Tensor, gate_up: Tensor) -> None:
-    """Overwrite the gradient [n, I] by the output, which is cheaper to compute again than to keep, and gate_up by its
-    gradient.
-    """
-    gate, up = gate_up.float().chunk(2, -1)
-    d, sigmoid = d_out.float(), gate.sigmoid()
-    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    out, d_gate_up = gate * sigmoid * up, torch.cat([d_gate, d * gate * sigmoid], -1)
-    d_out.copy_(out)
-    gate_up.copy_(d_gate_up)
-
-
-def project(states: Tensor, norm: Tensor, lm_head: Tensor, eps: float) -> Tensor:
-    """Last-layer states [B, H] -> the target's logits [B, rows of lm_head], float32."""
-    normed = functional.rms_norm(states.to(norm.dtype), norm.shape, norm, eps)
-    if normed.is_cuda and normed.dtype != torch.float32:
-        return torch.mm(normed, lm_head.mT, out_dtype=torch.float32)
-    return functional.linear(normed, lm_head)

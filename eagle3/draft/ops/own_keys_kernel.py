@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators, disable-error-code="no-untyped-def"
-"""The roots' own keys, and the way into and out of the causal kernel."""
+"""Own keys on a GPU, with the scatter and gather around the causal kernel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton import next_power_of_2 as padded
 
-from eagle3.draft.unroll.attention import Keys
+from eagle3.draft.ops.own_keys import KeyValues
 
 
-def spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
-    """`attention._spread`; rows of q may be apart. Every head's wide log-sum-exp lies together, in one piece."""
+def scatter_to_slots(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> None:
+    """See `own_keys.scatter_to_slots`. Rows of q need not be adjacent; each head's wide log-sum-exp is contiguous."""
     (q, *others), (wide_q, *wide_others) = tensors, wide
     n, heads, d = q.shape
     width = heads * others[0].shape[2] if others else 0
-    _spread[(n,)](
+    _scatter_to_slots[(n,)](
         slots, q, wide_q, *(others or (None,) * 3), *(wide_others or (None,) * 3),
         q.stride(0), heads * d, width, heads, len(wide_q),
         OTHERS=bool(others), HEADS=padded(heads), BLOCK=1024, num_warps=4,
@@ -24,7 +24,7 @@ def spread(slots: Tensor, tensors: tuple[Tensor, ...], wide: tuple[Tensor, ...])
 
 
 @triton.jit
-def _spread(
+def _scatter_to_slots(
     slots, q, wide_q, d_out, out, lse, wide_d, wide_out, wide_lse, q_row, q_width, width, heads, queries,
     OTHERS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,20 +44,20 @@ def _spread(
         tl.store(wide_lse + head.to(tl.int64) * queries + slot, mass, head < heads)
 
 
-def fold(
-    q: Tensor, wide_out: Tensor, wide_lse: Tensor, slots: Tensor, keys: Keys, steps: int, scale: float, out: Tensor
+def merge_own_keys(
+    q: Tensor, wide_out: Tensor, wide_lse: Tensor, slots: Tensor, keys: KeyValues, steps: int, scale: float, out: Tensor
 ) -> Tensor:
-    """`attention._fold`; rows of q, own keys and own values may be apart, and the wide tensors lie in any way."""
+    """See `own_keys.merge_own_keys`. Rows of q and own keys need not be adjacent; wide tensors may be strided."""
     n, heads, groups = *q.shape[:2], keys.own_k.shape[1]
     total = wide_lse.new_empty(n, heads)
-    _fold[n, groups](
+    _merge_own_keys[n, groups](
         q, wide_out, wide_lse, slots, keys.own_k, keys.own_v, keys.starts, out, total, scale, steps,
         *wide_out.stride()[:2], *wide_lse.stride(), *_shape(q, keys), num_warps=1,
     )  # fmt: skip
     return total
 
 
-def fold_backward(
+def merge_own_keys_backward(
     d_q: Tensor,
     wide_d_q: Tensor,
     d_out: Tensor,
@@ -65,20 +65,20 @@ def fold_backward(
     out: Tensor,
     lse: Tensor,
     slots: Tensor,
-    keys: Keys,
-    gradients: Keys,
+    keys: KeyValues,
+    gradients: KeyValues,
     steps: int,
     scale: float,
     seen: int,
 ) -> None:
-    """`attention._fold_backward`; gradients lie in memory as what they belong to."""
-    _fold_backward[len(q), keys.own_k.shape[1]](
+    """See `own_keys.merge_own_keys_backward`. Gradients have the strides of what they belong to."""
+    _merge_own_keys_backward[len(q), keys.own_k.shape[1]](
         d_q, wide_d_q.contiguous(), d_out, q, out, lse, slots, keys.own_k, keys.own_v, keys.starts,
         gradients.own_k, gradients.own_v, scale, steps, seen, *_shape(q, keys), num_warps=1,
     )  # fmt: skip
 
 
-def _shape(q: Tensor, keys: Keys) -> tuple[int, ...]:
+def _shape(q: Tensor, keys: KeyValues) -> tuple[int, ...]:
     """Strides of rows, key-value heads, queries' heads of each, head sizes; and the padded sizes."""
     (_, groups, d), dv = keys.own_k.shape, keys.own_v.shape[2]
     heads = q.shape[1] // groups
@@ -87,7 +87,7 @@ def _shape(q: Tensor, keys: Keys) -> tuple[int, ...]:
 
 
 @triton.jit
-def _fold(
+def _merge_own_keys(
     q, out, lse, slots, keys, values, starts, joint, total, scale, steps,
     out_row, out_head, lse_row, lse_head, q_row, k_row, v_row,
     groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,
@@ -124,7 +124,7 @@ def _fold(
 
 
 @triton.jit
-def _fold_backward(
+def _merge_own_keys_backward(
     d_q, wide_d_q, d_out, q, out, lse, slots, keys, values, starts, d_keys, d_values, scale, steps, seen,
     q_row, k_row, v_row,
     groups: tl.constexpr, heads: tl.constexpr, d: tl.constexpr, dv: tl.constexpr,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from eagle3.draft.data.row import build_row
 from eagle3.draft.ops.float8 import quantise, require_float8
-from eagle3.draft.ops.layer import Weight, add_linear, input_backward, linear, linear_backward
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.ops.linear import Weight, add_linear, input_backward, linear, linear_backward
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from eagle3.errors import Eagle3Error
 from tests.draft.conftest import H, V, random_draft, random_states, tiny_config
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.ops.layer import Weight
-from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.ops import logits
+from eagle3.draft.ops.linear import Weight
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from eagle3.target.weights import HeadWeights
 from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
 
@@ -43,7 +44,7 @@ def dense_loss(
     for t, output in enumerate(outputs):
         step = lm_head.new_zeros(())
         for place in range(len(output)):
-            taught = logits[row.ranks[place] + t]
+            taught = logits[row.order[place] + t]
             top, r, q = int(taught.argmax()), taught.softmax(-1)[ids], taught[ids].softmax(-1)
             s = (lm_head @ output[place]).softmax(-1)
             inside = top in ids.tolist()
@@ -68,7 +69,7 @@ def dense_loss(
 def test_chunked_loss_equals_dense_float64(
     changes: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", chunk)
     generator = torch.Generator().manual_seed(2)
     settings = DraftSettings(unroll=UNROLL, **changes)
     head = random_head(generator)
@@ -106,7 +107,7 @@ def test_a_draft_is_correct_only_if_it_is_the_best_token_of_the_whole_vocabulary
     row = taught(build_row([(states, [(1, 40)])], 1), head, ids)
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     # A student that knows the target's head exactly is right exactly where the target's choice is in its vocabulary.
-    hidden = torch.nn.functional.rms_norm(row.teacher[row.ranks], (H,), head.norm, head.rms_norm_eps)
+    hidden = torch.nn.functional.rms_norm(row.teacher[row.order], (H,), head.norm, head.rms_norm_eps)
     lm_head = Weight(head.lm_head[ids], ())
     outcome = projected_loss(
         hidden, lm_head, teacher, row, Objective.of(DraftSettings(unroll=1), sampled=False), row.alive
@@ -173,7 +174,7 @@ def test_sampled_unroll_has_the_exact_gradient_as_its_expectation() -> None:
         hidden.backward(outcome.gradient)
         return torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]).double()
 
-    roots = len(exact_row.ranks)
+    roots = len(exact_row.order)
     expectation = torch.zeros_like(gradient(exact_row, sampled=False))
     chances = {1: 1 - decay, 2: decay * (1 - decay), 3: decay**2}
     for draw in itertools.product(chances, repeat=roots):

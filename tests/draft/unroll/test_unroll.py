@@ -13,10 +13,12 @@ from eagle3.draft.data.row import build_row
 from eagle3.draft.model.config import DraftConfig
 from eagle3.draft.training.optimizer import Optimizer
 from eagle3.draft.unroll import unroll as unroll_module
+from eagle3.draft.unroll.forward import Activations, forward
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.reference import ReferenceChain
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
-from tests.draft.naive_chain import NaiveChain
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle-3": {},
@@ -78,13 +80,13 @@ def test_unroll_equals_naive_chain_decoding(name: str) -> None:
         outputs = unroll(prepare(draft, torch.float32), row, embedding).split(row.alive)
         logits = [draft.lm_head(output) for output in outputs]
 
-    naive = NaiveChain(draft, embedding)
+    naive = ReferenceChain(draft, embedding)
     roots = [(sample, p) for sample, ranges in enumerate(spans) for s, e in ranges for p in range(max(s - 1, 0), e - 2)]
     lengths = {
         root: next(min(4, e - 2 - root[1]) for s, e in spans[root[0]] if s - 1 <= root[1] < e - 2) for root in roots
     }
     assert [len(step) for step in logits] == [sum(length > t for length in lengths.values()) for t in range(4)]
-    for place, rank in enumerate(row.ranks.tolist()):
+    for place, rank in enumerate(row.order.tolist()):
         sample, p = roots[rank]
         states = samples[sample]
         expected = naive.chain(states.token_ids.tolist(), states.aux, p, lengths[roots[rank]])
@@ -105,13 +107,13 @@ def test_gradients_equal_those_of_naive_chains(name: str) -> None:
     factors = torch.randn(sum(row.alive), H, generator=generator)
     (unroll(prepare(draft, torch.float32), row, embedding) * factors).sum().backward()
 
-    naive = NaiveChain(draft, embedding.double())
+    naive = ReferenceChain(draft, embedding.double())
     naive.weights = {name: p.detach().double().requires_grad_() for name, p in draft.named_parameters()}
     # With the identity as lm_head, the chain's logits are what an lm_head reads.
     naive.weights["lm_head.weight"] = torch.eye(H, dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     starts = [0, row.segments.k[1]]
-    for place, rank in enumerate(row.ranks.tolist()):
+    for place, rank in enumerate(row.order.tolist()):
         context = int(row.root_context[rank])
         sample = int(context >= starts[1])
         lifetime = sum(n > place for n in row.alive)
@@ -130,14 +132,13 @@ def test_a_pass_without_gradients_keeps_nothing_for_a_backward(monkeypatch: pyte
     draft, states = random_draft(tiny_config(), generator), random_states("a", 20, [(3, 20)], generator)
     row, embedding = build_row([(states, [(3, 20)])], unroll=3), torch.randn(V, H, generator=generator)
     expected = unroll(prepare(draft, torch.float32), row, embedding)
-    passes: list[unroll_module._Pass] = []
+    passes: list[Activations] = []
 
-    class Watched(unroll_module._Pass):
-        def forward(self) -> torch.Tensor:
-            passes.append(self)
-            return super().forward()
+    def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Activations]:
+        passes.append((result := forward(*args, **kwargs))[1])
+        return result
 
-    monkeypatch.setattr(unroll_module, "_Pass", Watched)
+    monkeypatch.setattr(unroll_module, "forward", watched)
     with torch.no_grad():
         assert torch.equal(unroll(prepare(draft, torch.float32), row, embedding), expected)
     (found,) = passes
@@ -205,8 +206,8 @@ def test_packed_rows_equal_the_same_samples_alone() -> None:
         for states, ranges in zip(samples, spans, strict=True):
             alone_row = build_row([(states, ranges)], unroll=5)
             alone = unroll(weights, alone_row, embedding).split(alone_row.alive)
-            places = {rank: place for place, rank in enumerate(together.ranks.tolist())}
+            places = {rank: place for place, rank in enumerate(together.order.tolist())}
             for t, output in enumerate(alone):
-                for place, rank in enumerate(alone_row.ranks.tolist()[: len(output)]):
+                for place, rank in enumerate(alone_row.order.tolist()[: len(output)]):
                     torch.testing.assert_close(packed[t][places[rank + shift]], output[place], rtol=1e-5, atol=1e-6)
-            shift += len(alone_row.ranks)
+            shift += len(alone_row.order)

@@ -1,4 +1,8 @@
-"""The slow reference: drafts decoded the way an engine does, one token at a time, with a KV cache."""
+"""EAGLE-3 as plain equations: the slow reference that the unroll is tested against.
+
+It decodes one chain of drafts as an engine does: one token at a time, with a KV cache. To be independent of what it
+checks, it shares no code with the unroll and computes rotations by the formulas of the papers.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from torch import Tensor
 from eagle3.draft.model.network import Draft
 
 
-class NaiveChain:
-    """Decodes drafts the way an engine does: prefill, then one token at a time. Shares no code with the package."""
+class ReferenceChain:
+    """Decodes draft tokens as an engine does: prefill, then one token at a time."""
 
     def __init__(self, draft: Draft, embedding: Tensor) -> None:
         self.weights = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
@@ -104,7 +108,8 @@ class NaiveChain:
         """What the first step reads of auxiliary states [positions, A, H]: [positions, H]."""
         if self.config.fc_norm:
             aux = torch.stack([self.norm(aux[:, i], f"fc_norm.{i}") for i in range(aux.shape[1])], 1)
-        return aux.flatten(1) @ self.weights["fc.weight"].T
+        features: Tensor = aux.flatten(1) @ self.weights["fc.weight"].T
+        return features
 
     def chain(self, tokens: list[int], aux: Tensor, root: int, steps: int) -> list[Tensor]:
         """Logits of `steps` drafts from `root`, fed with the true tokens."""

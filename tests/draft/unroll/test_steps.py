@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data import teacher as summary
+from eagle3.draft.ops import logits
 from eagle3.draft.training import optimizer
-from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.unroll import objective
 from tests.draft.conftest import random_draft, random_head, tiny_config
-from tests.draft.steps import Steps
+from tests.draft.unroll.steps import Steps
 
 ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # These ask if they are given a mask instead of places.
@@ -48,8 +49,8 @@ def steps(folder: Path, samples: int, variant: dict[str, Any], **settings: Any) 
 def test_a_step_asks_for_no_value(
     variant: dict[str, Any], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The plain twin of a kernel that asks inside.
-    monkeypatch.setattr(optimizer, "_adamw", lambda *_: None)
+    # The reference implementation of a kernel that asks inside.
+    monkeypatch.setattr(optimizer, "adamw", lambda *_: None)
     run = steps(tmp_path, 20, variant, **settings)
     with Asked() as asked:
         run.take(0)
@@ -62,8 +63,8 @@ def test_a_step_asks_for_no_value(
 def test_few_lengths_compile_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled on a GPU is traced here, where compiling would take minutes."""
     # Many chunks a row, the last one of any length.
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", 1 << 17)
-    for module, name in ((objectives, "_taught"), (summary, "_summarise")):
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", 1 << 17)
+    for module, name in ((objective, "value_and_gradient"), (summary, "_summarise")):
         monkeypatch.setattr(module, name, torch.compile(getattr(module, name).__wrapped__, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

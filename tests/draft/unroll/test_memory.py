@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data.row import Row, build_row
 from eagle3.draft.data.teacher import Summariser
-from eagle3.draft.unroll import attention
-from eagle3.draft.unroll import objective as objectives
+from eagle3.draft.ops import causal_attention, logits
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from tests.draft.conftest import random_draft, random_head, random_states, tiny_config
 
 # Vocabularies wider than anything else, a row longer than wide.
@@ -72,20 +72,20 @@ def watch(lengths: list[int], loss: Loss = "kl", **changes: Any) -> tuple[Row, W
 
 @pytest.mark.parametrize("latent", [False, True], ids=["gqa", "mla"])
 def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", BLOCK)
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", 32 * 4 * V)
+    monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", 32 * 4 * V)
     row, step, summary = watch([LENGTH], latent=latent)
     C = len(row.positions)
     assert step.largest < C * min(C, Vd)
     assert summary.largest < C * min(C, V)
     # Either is seen where it is there.
-    monkeypatch.setattr(attention, "BLOCK", WHOLE)
+    monkeypatch.setattr(causal_attention, "BLOCK", WHOLE)
     assert watch([LENGTH], latent=latent)[1].largest >= C * C
-    monkeypatch.setattr(attention, "BLOCK", BLOCK)
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", WHOLE)
+    monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", WHOLE)
     row, step, summary = watch([LENGTH], latent=latent)
     assert step.rows(Vd) == sum(row.alive)
-    assert summary.rows(V) == len(row.ranks)
+    assert summary.rows(V) == len(row.order)
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
@@ -95,7 +95,7 @@ def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatc
 def test_a_chunk_of_logits_keeps_to_its_bytes(
     lengths: list[int], fits: int, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cpu", fits * 4 * Vd)
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", fits * 4 * Vd)
     _, step, summary = watch(lengths, loss)
     assert step.rows(Vd) <= fits
     assert summary.rows(V) <= max(fits * Vd // V, 1)

@@ -17,14 +17,15 @@ from eagle3.draft.data.row import Row, build_row
 from eagle3.draft.data.teacher import Summariser
 from eagle3.draft.model.config import DraftConfig, LatentShape
 from eagle3.draft.model.network import Draft
+from eagle3.draft.ops import logits
+from eagle3.draft.ops.adamw import adamw
 from eagle3.draft.ops.float8 import Scaled, product, quantise
-from eagle3.draft.training import optimizer
-from eagle3.draft.unroll import objective as objectives
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
-from eagle3.draft.unroll.unroll import prepare, unroll
+from eagle3.draft.unroll.unroll import unroll
+from eagle3.draft.unroll.weights import prepare
 from eagle3.hidden_states.reader import HiddenStateSample
 from eagle3.target.weights import HeadWeights
-from tests.draft.steps import Steps
+from tests.draft.unroll.steps import Steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_float8 = pytest.mark.skipif(
@@ -213,7 +214,11 @@ def test_a_step_never_waits_for_the_gpu(shape: str, settings: dict[str, Any], tm
 
 def compiled_kernels() -> dict[str, int]:
     """How many variants of every Triton kernel of ours are compiled."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("eagle3.draft.ops.kernels.")]
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("eagle3.draft.ops.") and name.endswith("_kernel")
+    ]
     kernels = {k.__name__: k for module in modules for k in vars(module).values() if hasattr(k, "device_caches")}
     return {name: sum(len(c[0]) for c in kernel.device_caches.values()) for name, kernel in kernels.items()}
 
@@ -222,7 +227,7 @@ def compiled_kernels() -> dict[str, int]:
 @pytest.mark.parametrize("loss", ["kl", "lk_lambda"])
 def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several chunks a row, the last one of any length.
-    monkeypatch.setitem(objectives.CHUNK_BYTES, "cuda", 16 << 20)
+    monkeypatch.setitem(logits.CHUNK_BYTES, "cuda", 16 << 20)
     torch._dynamo.reset()
     counters.clear()
     draft, head = make(shape, torch.Generator().manual_seed(6))
@@ -250,7 +255,7 @@ def test_adamw(skipped: float) -> None:
         whole = before.clone().to(device)
         values, first, second, gradient = whole[:, 3:]
         scale, skip, corrections = (torch.tensor(value, device=device) for value in (3.0, skipped, [0.1, 0.05]))
-        optimizer._adamw(values, first, second, gradient, scale, skip, corrections, 1e-2, 0.1)
+        adamw(values, first, second, gradient, scale, skip, corrections, 1e-2, 0.1)
         return whole.cpu()
 
     torch.testing.assert_close(after("cuda")[:, 3:], after("cpu")[:, 3:], rtol=1e-5, atol=1e-6)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators, disable-error-code="no-untyped-def"
-"""AdamW, with everything read and written once."""
+"""AdamW on a GPU: everything is read and written once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from eagle3.draft.training.optimizer import BETAS, EPS
+from eagle3.draft.ops.adamw import BETAS, EPS
 
 
 def adamw(
@@ -21,7 +21,7 @@ def adamw(
     rate: float,
     decay: float,
 ) -> None:
-    """`optimizer._adamw`."""
+    """See `adamw.adamw`."""
     n = len(values)
     _adamw[(triton.cdiv(n, 1024),)](
         values, first, second, gradient, scale, skipped, corrections, n, rate, 1 - rate * decay,
