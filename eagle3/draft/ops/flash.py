@@ -102,6 +102,6 @@ def _arguments(segments: Segments, scale: float) -> dict[str, Any]:
 
 
 def _pad(x: Tensor, like: Tensor) -> Tensor:
-    """torch's kernels need one head size; MLA's values are narrower than its keys."""
+    """Torch's kernels need one head size; MLA's values are narrower than its keys."""
     missing = like.shape[2] - x.shape[2]
     return pad(x, (0, missing)) if missing else x

@@ -7,7 +7,7 @@ its rows for the forward pass and along its columns for the input's gradient is 
 are tiny in one of them.
 
 Gradients of weights stay in bfloat16 (as in torchao's recipe `rowwise_with_gw_hp`). Their products sum over tokens:
-both factors would be rounded and transposed once more, their number padded, and the product, which cannot be added up in
+both factors would be rounded and transposed once more, their number padded, and the product, which cannot be summed in
 float32, written out before it is added. That takes most of the time it saves, where precision matters most.
 """
 
