@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.draft.data.packing import Spans, supervised_roots
 from eagle3.draft.data.row import Summary
 from eagle3.draft.ops.dispatch import compiled_on_gpu
@@ -77,11 +77,11 @@ class Summaries:
 def summarise(spans: Mapping[str, Spans], reader: HiddenStateReader, summariser: Summariser) -> Summaries:
     """Summarise all roots of samples, given by id with their spans; processes share the work and all get the result."""
     mine: list[tuple[list[str], list[int], Summary]] = []
-    with progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
+    with Progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
         for batch in _batches(spans, reader):
             states = [part for _, part in batch]
             mine.append(([sample for sample, _ in batch], list(map(len, states)), summariser(torch.cat(states))))
-            bar.update(min(len(batch) * parallel.world(), len(spans) - bar.n))
+            bar.update(len(batch) * parallel.world())
     ids, sizes, summaries = zip(*parallel.gather(mine), strict=True)
     whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
     return Summaries(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), whole)

@@ -23,7 +23,7 @@ from torch import Tensor
 from eagle3.acceptance.figures import summarise
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
-from eagle3.console import progress, say
+from eagle3.console import Progress, say
 from eagle3.draft.data.loader import Rows, Sample
 from eagle3.draft.data.packing import pack
 from eagle3.draft.data.row import Row
@@ -134,7 +134,7 @@ class Run:
         first = self.state["step"]
         stream = self._stream(first)
         total = sum(sample.context for sample in self.rows.samples) * self.settings.epochs
-        bar = progress(total if self.writes else 0, "draft", "tokens")
+        bar = Progress(total if self.writes else 0, "draft", "tokens")
         with self.terminated, bar, ExitStack() as stack:
             names = (LOG, TIMING) if self.timing else (LOG,)
             self.logs = {name: stack.enter_context(RecordLog(self._scratch(name))) for name in names if self.writes}
