@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -17,6 +18,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A busy machine is not a failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Files whose tests start a real vLLM.
+REAL_VLLM_FILES = ("test_vllm_", "test_kimi_nano")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,6 +46,22 @@ def build_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
             build(folder)
             built.touch()
     return folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep all tests with a real vLLM on one worker, so that one server runs at a time; spread the others singly.
+
+    pytest-xdist's own `xdist_group` has no effect under pytest 9.2, where a test's id cannot be changed.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class VllmTogether(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.split("::")[0]).name
+            return "vllm" if file.startswith(REAL_VLLM_FILES) else nodeid
+
+    return VllmTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from eagle3.chat.message import ChatPrompt
 from eagle3.chat.rebuild import after_content, finished_text, heads, until_end
 from eagle3.chat.template import Chat
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.errors import RejectedError
 from eagle3.records import Message, Prompt, Response, Turn
 
@@ -39,7 +39,7 @@ def provided_responses(chat: Chat, prompts: Sequence[Prompt], template_kwargs: M
     `template_error` as for an engine, `no_reasoning_marks` if the target has no tokens around reasoning, and
     `answer_not_written` if its template leaves out a part of the answer.
     """
-    with progress(len(prompts), "provided answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
+    with Progress(len(prompts), "provided answers", "conversations") as bar, ThreadPoolExecutor(1) as pool:
         waiting: deque[tuple[list[tuple[Prompt, list[_Answer]]], Future[list[list[int]]]]] = deque()
         for start in range(0, len(prompts), _BATCH):
             batch = [(prompt, _turns(chat, prompt, template_kwargs)) for prompt in prompts[start : start + _BATCH]]

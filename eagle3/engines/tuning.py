@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.engines.base import GenerationRequest, Sampling, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
@@ -69,7 +69,7 @@ def tune_concurrency(
         Eagle3Error: the engine has no concurrency, or a request failed.
     """
     tried: list[Level] = []
-    with open_engine(settings, machine, target, folder) as engine, progress(len(levels), "tuning", "levels") as bar:
+    with open_engine(settings, machine, target, folder) as engine, Progress(len(levels), "tuning", "levels") as bar:
         if not hasattr(engine, "concurrency"):
             raise Eagle3Error("only servers have a concurrency to tune", where=f"engine.name: {settings.name}")
         list(engine.generate(requests[:1], sampling))  # so that loading the model counts for no level

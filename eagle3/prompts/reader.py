@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from eagle3.config.prompts import Form, PromptsSettings, SourceSettings
-from eagle3.console import progress, say
+from eagle3.console import Progress, say
 from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import find_files
 from eagle3.files.hashing import fraction_of, hash_of
@@ -73,7 +73,7 @@ class Reader:
             usable, fault_at = 0, None
             for origin in origins(source, self._synthetic):
                 counts = self._counts[origin.name]
-                with progress(None, f"reading {origin.name}", "rows") as bar:
+                with Progress(None, f"reading {origin.name}", "rows") as bar:
                     for row in origin.rows:
                         bar.update(1)
                         counts["rows"] += 1

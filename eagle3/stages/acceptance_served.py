@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3.acceptance.figures import GenerationCounts, acceptance_figures, choose
 from eagle3.config.acceptance import AcceptanceSettings
-from eagle3.console import progress, say
+from eagle3.console import Progress, say
 from eagle3.engines.base import Engine, GenerationRequest, Sampling, Served, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import hash_of
@@ -96,7 +96,7 @@ def _serve(
         say(f"only greedy serving is measured: {engine.sampling_fault}")
     elif settings.temperature:
         ways.append(Sampling(settings.max_tokens, settings.temperature, settings.top_p))
-    with progress(2 * len(ways), "serving", "runs") as bar:
+    with Progress(2 * len(ways), "serving", "runs") as bar:
 
         def run(draft: Path | None) -> list[Served]:
             runs = []

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from eagle3.config.dataset import DatasetSettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import fraction_of, hash_of
 from eagle3.files.records import RecordWriter, read_records, write_json
@@ -149,7 +149,7 @@ def choose_held_out(conversations: Mapping[str, set[str]], settings: DatasetSett
 
 
 def _progress(samples: Sequence[Path], title: str) -> Iterator[Sample]:
-    with progress(None, title, "samples") as bar:
+    with Progress(None, title, "samples") as bar:
         for path in samples:
             for record in read_records(path):
                 bar.update(1)

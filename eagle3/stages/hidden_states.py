@@ -172,7 +172,7 @@ class _Run:
             return
         with (
             open_engine(settings, self.machine, self.target, folder) as engine,
-            console.progress(tokens, "hidden states", "tokens") as bar,
+            console.Progress(tokens, "hidden states", "tokens") as bar,
         ):
             bar.update(tokens - lacking)
             for _ in range(ATTEMPTS):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3.chat.provided import has_answers, provided_responses
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.responses import ResponsesSettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.engines.base import Engine, Generation, GenerationRequest, Sampling, failed, open_engine
 from eagle3.engines.resumable import ResumableEngine
 from eagle3.errors import Eagle3Error, RejectedError
@@ -172,7 +172,7 @@ class _Responder:
         resumable = ResumableEngine(engine, log)
         total = sum(conversation.turns_left for shard in self.shards for conversation in shard)
         tokens, started = 0, perf_counter()
-        with progress(total, "responses", "answers") as bar:
+        with Progress(total, "responses", "answers") as bar:
             while any(conversation.turns_left for shard in self.shards for conversation in shard):
                 for group in self._wave(engine.batch_size):
                     asked = {request.id: (conversation, request) for conversation, request in group}
@@ -181,8 +181,7 @@ class _Responder:
                         conversation.add_answer(request, self._sampling, answer)
                         self._check(answer)
                         tokens += len(answer.token_ids)
-                        bar.set_postfix_str(self._state(tokens, perf_counter() - started), refresh=False)
-                        bar.update(1)
+                        bar.update(1, self._state(tokens, perf_counter() - started))
 
     def _wave(self, size: int | None) -> list[Wave]:
         """Return the next turn of every conversation, in groups that are computed together, short prompts first.

@@ -15,7 +15,7 @@ from eagle3.chat.provided import NAME as PROVIDED
 from eagle3.chat.repetition import loop_period
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.samples import SamplesSettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.errors import RejectedError
 from eagle3.files.records import Record, RecordWriter, read_records, write_json
 from eagle3.records import Response, Turn
@@ -37,7 +37,7 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     with (
         RecordWriter(folder / "samples.jsonl.zst") as samples,
         RecordWriter(folder / "rejects.jsonl.zst") as rejects,
-        progress(None, "samples", "answers") as bar,
+        Progress(None, "samples", "answers") as bar,
     ):
         for response, number, turn in _turns(responses):
             bar.update(1)

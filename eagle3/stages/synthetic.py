@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.synthetic import SyntheticSettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.engines.base import Generation, GenerationRequest, Sampling, open_engine
 from eagle3.engines.resumable import ResumableEngine
 from eagle3.errors import Eagle3Error
@@ -123,7 +123,7 @@ def _sample(
     All requests are alike, so one that fails says that the engine is at fault, not the request.
     """
     answers: dict[str, Generation] = {}
-    with progress(sum(map(len, groups)), "user turns", "turns") as bar:
+    with Progress(sum(map(len, groups)), "user turns", "turns") as bar:
         for group in groups:
             for answer in engine.generate(group, sampling):
                 if answer.error is not None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from eagle3.chat.template import Chat, load_chat
 from eagle3.config.vocabulary import VocabularySettings
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.errors import Eagle3Error
 from eagle3.files.hashing import sha256
 from eagle3.files.records import read_records, write_json
@@ -101,7 +101,7 @@ def count_tokens(train: Path, vocab_size: int) -> dict[str, Ids]:
             )
         counts[source] += found
 
-    with progress(None, "counting tokens", "samples") as bar:
+    with Progress(None, "counting tokens", "samples") as bar:
         for record in read_records(train):
             bar.update(1)
             source = record["source"]

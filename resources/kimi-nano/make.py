@@ -20,8 +20,9 @@ import torch
 from tasks import Exchange, conversations, prompts
 from template import CLOSE, END_OF_TURN, make_tokenizer
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import trange
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+
+from eagle3.console import Progress
 
 SEED = 0
 STEPS, BATCH, LEARNING_RATE, WARMUP = 800, 16, 3e-3, 20
@@ -84,16 +85,17 @@ def _train(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, _rate) for optimizer in optimizers]
     examples = _examples(tokenizer)
     model.train()
-    for _ in (bar := trange(STEPS)):
-        ids, labels = _batch(list(islice(examples, BATCH)), tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_token_id, labels=labels).loss
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+    with Progress(STEPS, "kimi-nano", "steps") as bar:
+        for _ in range(STEPS):
+            ids, labels = _batch(list(islice(examples, BATCH)), tokenizer.pad_token_id)
+            loss = model(input_ids=ids, attention_mask=ids != tokenizer.pad_token_id, labels=labels).loss
+            model.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            bar.update(1, f"loss {loss.item():.3f}")
     model.eval()
 
 

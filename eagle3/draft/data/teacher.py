@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.console import progress
+from eagle3.console import Progress
 from eagle3.draft import parallel
 from eagle3.draft.data.packing import Spans, supervised_roots
 from eagle3.draft.data.row import TeacherStats
@@ -76,11 +76,11 @@ class StatsBySample:
 def compute_stats(spans: Mapping[str, Spans], reader: HiddenStateReader, head: TeacherHead) -> StatsBySample:
     """Return the stats of all roots of samples (id -> spans); processes share the work, and each gets all stats."""
     mine: list[tuple[list[str], list[int], TeacherStats]] = []
-    with progress(len(spans) if parallel.rank() == 0 else 0, "teacher stats", "samples") as bar:
+    with Progress(len(spans) if parallel.rank() == 0 else 0, "teacher stats", "samples") as bar:
         for batch in _batches(spans, reader):
             states = [part for _, part in batch]
             mine.append(([sample for sample, _ in batch], list(map(len, states)), head(torch.cat(states))))
-            bar.update(min(len(batch) * parallel.world(), len(spans) - bar.n))
+            bar.update(len(batch) * parallel.world())
     ids, sizes, stats = zip(*parallel.gather(mine), strict=True)
     joined = TeacherStats(*(torch.cat(parts) for parts in zip(*stats, strict=True)))
     return StatsBySample(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), joined)

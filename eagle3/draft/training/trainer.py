@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle3.acceptance.figures import acceptance_figures
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
-from eagle3.console import progress, say
+from eagle3.console import Progress, say
 from eagle3.draft import parallel
 from eagle3.draft.data.loader import RowLoader, TrainingSample
 from eagle3.draft.data.row import Row
@@ -117,7 +117,7 @@ class Trainer:
         first = self.state.step
         rows = self.loader.stream(row for step in self.steps[first:] for row in self._share(step))
         total = sum(sample.context for sample in self.loader.samples) * self.settings.epochs
-        with self._noting_sigterm(), self._open_logs(), progress(total if self.writes else 0, "draft", "tokens") as bar:
+        with self._noting_sigterm(), self._open_logs(), Progress(total if self.writes else 0, "draft", "tokens") as bar:
             bar.update(self.state.tokens)
             if self.timing is not None:
                 self.timing.restart()

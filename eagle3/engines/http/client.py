@@ -57,7 +57,7 @@ class Client:
         """Return the text at a path below the root, such as `/metrics`."""
         try:
             return get(self.root + path)
-        except OSError as error:
+        except httpx2.HTTPError as error:
             raise Eagle3Error("a server does not answer", where=self.root + path, found=error) from None
 
     def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:

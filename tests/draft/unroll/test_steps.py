@@ -1,4 +1,4 @@
-"""What keeps a step fast on a GPU, as far as it shows without one: nothing waits for it, little is compiled anew."""
+"""What keeps a step fast on a GPU, as far as it shows without one: nothing waits for it, little is recompiled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_asks_for_no_value(
         assert len(asked.operations) == 1
 
 
-def test_few_lengths_compile_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_lengths_rarely_recompile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled on a GPU is traced here, where compiling would take minutes."""
     # Many chunks a row, the last one of any length.
     monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", 1 << 17)
