@@ -81,7 +81,7 @@ def show_speed(timing: Path) -> None:
     with RecordLog(timing) as log:
         lines = log.records
     rates = {name: statistics.median(line[name] for line in lines) for name in lines[0] if name != "step"}
-    summary("draft: speed (medians)", {name.replace("_", " "): float(f"{rate:.4g}") for name, rate in rates.items()})
+    summary("draft: speed (medians)", {name: float(f"{rate:.4g}") for name, rate in rates.items()})
 
 
 def _train(

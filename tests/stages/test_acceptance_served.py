@@ -103,7 +103,7 @@ def test_sampled_serving_is_measured_beside_greedy_serving(scripted: Target, tmp
     assert sampled["temperature"] == 1e-4
     for name in ("acceptance_length", "per_position", "steps", "tokens", "per_source"):
         assert sampled[name] == found[name]
-    assert counts["acceptance_length at temperature 0.0001"] == found["acceptance_length"]
+    assert counts["sampled_acceptance_length"] == found["acceptance_length"]
     assert sampled["milliseconds_per_token"]["with_draft"] > 0
 
 
