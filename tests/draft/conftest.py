@@ -43,7 +43,7 @@ def random_states(
     )
 
 
-def taught(row: Row, head: HeadWeights, ids: Tensor) -> Row:
+def with_teacher_stats(row: Row, head: HeadWeights, ids: Tensor) -> Row:
     """The row with what the loss needs of the target's whole distribution; `ids` are the draft vocabulary's tokens."""
     return row.with_teacher_stats([TeacherHead(head, ids, torch.device("cpu"), torch.float32)(row.teacher)])
 

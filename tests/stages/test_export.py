@@ -244,7 +244,7 @@ def test_speculators_format(llama: Target, tmp_path: Path) -> None:
 
 
 def test_speculators_format_knows_no_mla(deepseek: Target, tmp_path: Path) -> None:
-    with pytest.raises(Eagle3Error, match="no MLA drafts"):
+    with pytest.raises(Eagle3Error, match="does not support MLA drafts"):
         exported(new_draft(deepseek, 120, (2, 3, 4), attention="mla"), deepseek, tmp_path, speculators=True)
 
 

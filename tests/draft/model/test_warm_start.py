@@ -81,7 +81,7 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     [
         (lambda d2t: d2t + V, rf"tokens that the target does not have(.|\n)*d2t(.|\n)*41 ids(.|\n)*0 to {V - 1}"),
         (lambda d2t: d2t - V, r"does not have(.|\n)*d2t(.|\n)*41 ids, the first of them -"),
-        (lambda d2t: d2t[:-1], r"not that of its lm_head(.|\n)*40 tokens(.|\n)*41"),
+        (lambda d2t: d2t[:-1], r"does not fit its lm_head(.|\n)*40 tokens(.|\n)*41"),
         (lambda d2t: None, r"does not have(.|\n)*tensor lm_head.weight(.|\n)*3 ids, the first of them 97"),
     ],
     ids=["beyond", "below", "short", "whole"],
