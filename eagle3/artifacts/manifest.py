@@ -25,6 +25,20 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+class Acceptance(BaseModel):
+    """One `eagle3 accept`: somebody declared that an edit of the code does not affect the artifact."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    by: str
+    """user@host"""
+    at: str
+    """Time in UTC, ISO 8601."""
+    fingerprint: str
+    """Of the earlier code."""
+    key: str
+    """Under the earlier code."""
+
+
 class Manifest(BaseModel):
     """The content of `manifest.json`."""
 
@@ -44,6 +58,8 @@ class Manifest(BaseModel):
     """What the stage counted: rows, tokens, rejects by reason, agreement."""
     versions: dict[str, str]
     """Versions of the software that made it, engine included."""
+    accepted: list[Acceptance] = []
+    """The declarations that carried it over to later code, oldest first."""
 
 
 def read(folder: Path) -> Manifest:

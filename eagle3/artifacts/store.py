@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,22 @@ class Store:
         """Return the manifest of a finished artifact, if the store has it."""
         folder = self.entries / stage / key
         return manifests.read(folder) if (folder / manifests.NAME).is_file() else None
+
+    def enter(self, folder: Path, made: Manifest, accepted: Manifest) -> None:
+        """Enter the artifact in `folder`, which `made` describes, once more as `accepted`: links, no copies.
+
+        Raises:
+            Eagle3Error: a file is missing, truncated or altered.
+        """
+        for name, file in made.files.items():
+            check(folder / name, file, made)
+        work = self.work / accepted.stage / f"{accepted.key}.accepted"
+        with _translate_os_errors(work), self._lock(accepted.stage, accepted.key):
+            if self.find(accepted.stage, accepted.key) is not None:
+                return
+            shutil.rmtree(work, ignore_errors=True)
+            _link_files(folder, work, made.files)
+            _commit(work, self.entries / accepted.stage / accepted.key, accepted)
 
     def _lookup(self, stage: str, key: str) -> Manifest | None:
         """Return the entry's manifest if it is there and unharmed.
@@ -232,16 +248,20 @@ def _commit(work: Path, entry: Path, manifest: Manifest) -> None:
 def _link(entry: Path, output: Path, manifest: Manifest) -> None:
     """Hard-link an entry's files into `output`, manifest last."""
     (output / manifests.NAME).unlink(missing_ok=True)
-    for name in [*manifest.files, manifests.NAME]:
-        target = output / name
+    _link_files(entry, output, [*manifest.files, manifests.NAME])
+
+
+def _link_files(source: Path, destination: Path, names: Iterable[str]) -> None:
+    for name in names:
+        target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         try:
-            os.link(entry / name, target)
+            os.link(source / name, target)
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                 raise
-            shutil.copyfile(entry / name, target)
+            shutil.copyfile(source / name, target)
 
 
 @contextmanager

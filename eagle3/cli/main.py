@@ -26,7 +26,7 @@ app = typer.Typer(
 
     Usually `snakemake --cores N` calls these commands. Each one also runs by hand:
 
-        eagle3 --config config/config.yaml samples --target results/demo/target/target.json
+        eagle3 --configfile config/config.yaml samples --target results/demo/target/target.json
         --output results/demo/samples/part-0/manifest.json results/demo/responses/part-0/shard-*
 
     Exit codes: 0 done, 1 a fault in input, settings or artifacts (the message says what to do), 2 wrong usage,
@@ -44,23 +44,23 @@ Evaluation = Annotated[Path, typer.Option(help="Held-out samples (dataset/eval.j
 @app.callback()
 def common(
     context: typer.Context,
-    config: Annotated[
+    configfile: Annotated[
         list[Path] | None, typer.Option(help="Configuration file; repeat to override section by section.")
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="The stage's settings as JSON, as Snakemake gives them, instead of --config."),
+        typer.Option(help="The stage's settings as JSON, as Snakemake gives them, instead of --configfile."),
     ] = None,
     machine: Annotated[str | None, typer.Option(help="Machine settings as JSON; never part of a key.")] = None,
     results: Annotated[Path, typer.Option(help="Folder with the artifact store.")] = Path("results"),
     log: Annotated[Path | None, typer.Option(help="Also write messages to this file.")] = None,
 ) -> None:
-    """Options that every stage understands; they stand before the command."""
-    # `eagle3 plan` hands in a class that notes the job instead of doing it.
+    """Options for every stage; they come before the command."""
+    # `eagle3 plan` hands in a class that notes the job instead of running it.
     if log is not None and context.obj is None:
         console.log_to(log)
     job = context.obj or Job
-    context.obj = job(config=config or [], recipe=recipe, machine=machine, results=results)
+    context.obj = job(configfiles=configfile or [], recipe=recipe, machine=machine, results=results)
 
 
 @app.command(rich_help_panel=STAGES)

@@ -1,14 +1,18 @@
-"""Commands that look at a run: plan it, find what can be freed."""
+"""Commands that look at a run: plan it, keep artifacts of earlier code, find what can be freed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eagle3 import console
 from eagle3.artifacts.job import Job
+from eagle3.errors import Eagle3Error
+
+if TYPE_CHECKING:
+    from eagle3.artifacts.plan import StagePlan
 
 app = typer.Typer()
 TOOLS = "Tools"
@@ -16,31 +20,77 @@ TOOLS = "Tools"
 
 @app.command(rich_help_panel=TOOLS, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def plan(context: typer.Context) -> None:
-    """Say per stage what a run would compute, adopt or leave, with tokens and disk.
+    """Show what a run would compute, adopt from the store or leave, stage by stage, with tokens and disk space.
 
-    Extra arguments go to Snakemake: `eagle3 plan --configfile config/kimi-k2.5.yaml`.
+    Takes the same arguments as snakemake: `eagle3 plan --configfile config/kimi-k2.5.yaml`.
     """
     from eagle3.artifacts.plan import make_plan
 
     job: Job = context.obj
-    plan = make_plan(job.store, context.args)
+    root = context.find_root().command
+    plan = make_plan(job.store, context.args, lambda words, note: root.main(words, obj=note, standalone_mode=False))
     rows = [
         (
-            row.stage,
-            row.jobs,
-            row.up_to_date,
-            row.adopted,
-            row.computed,
-            row.tokens or "",
-            console.size(row.bytes),
+            stage.stage,
+            stage.jobs,
+            stage.up_to_date,
+            stage.adopted,
+            stage.computed,
+            stage.tokens or "",
+            console.size(stage.bytes),
         )
-        for row in plan.rows
+        for stage in plan.stages
     ]
     headings = ("stage", "jobs", "up to date", "adopted", "to compute", "tokens", "disk")
     console.table("what `snakemake` would do", rows, headings)
     console.say(f"to be written: {console.size(plan.bytes)}; free on this disk: {console.size(plan.free)}")
+    for stage in plan.stages:
+        if stage.acceptable:
+            console.say(_could_accept(stage))
     if plan.bytes > plan.free:
         console.fail("the disk does not hold it: free space first (`eagle3 gc`), or store hidden states as fp8")
+        raise typer.Exit(1)
+
+
+def _could_accept(stage: StagePlan) -> str:
+    saved = f"{stage.acceptable_tokens:,} tokens, " if stage.acceptable_tokens else ""
+    return (
+        f"{stage.stage}: {stage.acceptable} of the {stage.computed} to compute were made from the same settings and "
+        f"inputs by earlier code ({saved}{console.size(stage.acceptable_bytes)}); if the change of the code does not "
+        f"affect them, keep them with `eagle3 accept {stage.stage}`"
+    )
+
+
+@app.command(rich_help_panel=TOOLS)
+def accept(
+    context: typer.Context,
+    stages: Annotated[list[str], typer.Argument(metavar="STAGE...", help="Stages whose artifacts stay valid.")],
+    run: Annotated[str | None, typer.Option(help="Only artifacts of results/RUN; by default, of all runs.")] = None,
+) -> None:
+    """Declare that finished artifacts of earlier code stay valid under today's code.
+
+    Every edit of the code that makes an artifact would compute it again. You may know better, for example after
+    rewording an error message:
+
+        eagle3 plan                             # says what could be kept
+
+        eagle3 accept responses hidden_states   # keeps it
+
+        snakemake --cores 8                     # adopts it instead of computing it
+
+    The artifacts are linked into the store under their new key. The manifest records who accepted them, when, and the
+    fingerprint of the code that made them.
+    """
+    from eagle3.artifacts.accept import accept as accept_stage
+
+    job: Job = context.obj
+    found = [(stage, artifact) for stage in stages for artifact in accept_stage(job.store, stage, run)]
+    if not found:
+        raise Eagle3Error("no artifacts to accept", where=job.store.results, found=f"none of {', '.join(stages)}")
+    rows = [(stage, str(artifact.folder), console.size(artifact.bytes), artifact.outcome) for stage, artifact in found]
+    console.table("artifacts of earlier code", rows, ("stage", "folder", "size", "outcome"))
+    if any(artifact.refused for _, artifact in found):
+        console.fail("what cannot be accepted is computed again by the next run")
         raise typer.Exit(1)
 
 
@@ -49,7 +99,7 @@ def gc(
     context: typer.Context,
     yes: Annotated[bool, typer.Option("--yes", help="Delete what is listed.")] = False,
 ) -> None:
-    """List what the store holds and no run refers to; delete it only with --yes."""
+    """List what is in the store and used by no run; delete it only with --yes."""
     from eagle3.artifacts.gc import free, unused
 
     job: Job = context.obj
@@ -58,7 +108,7 @@ def gc(
         console.say("nothing to free: every artifact is in use")
         return
     console.table(
-        "not referred to by any run",
+        "used by no run",
         [(str(row.path), row.kind, console.size(row.bytes)) for row in rows],
         ("folder", "kind", "size"),
     )
@@ -87,21 +137,23 @@ def show(
 def tune_concurrency(
     context: typer.Context,
     target: Annotated[Path, typer.Option(help="target.json of the pinned target.")],
-    prompts: Annotated[Path, typer.Option(help="A part of the prompts; its first ones are asked.")],
+    prompts: Annotated[Path, typer.Option(help="A part of the prompts; the first ones are sent.")],
+    configfile: Annotated[list[Path], typer.Option(help="Configuration file; repeat to override section by section.")],
     count: Annotated[int, typer.Option(help="How many prompts.")] = 16,
 ) -> None:
-    """Find the number of requests in flight that a server answers fastest (needs --config before the command).
+    """Find the number of concurrent requests at which a server is fastest.
 
     Writes tuning/concurrency.svg and tuning/concurrency.yaml into the run's results; give the latter to Snakemake as a
     second configuration: `snakemake --configfile yours.yaml results/yours/tuning/concurrency.yaml`.
     """
     from eagle3.cli.tuning import tune
+    from eagle3.config.configuration import load
 
     job: Job = context.obj
-    configuration = job.configuration()
+    configuration = load(configfile)
     folder = job.store.results / configuration.run / "tuning"
     rows, best = tune(configuration, target, prompts, count, folder)
-    console.table("answers by requests in flight", [tuple(row.values()) for row in rows], tuple(rows[0]))
+    console.table("speed by concurrent requests", [tuple(row.values()) for row in rows], tuple(rows[0]))
     console.say(f"recommended: `machine.concurrency: {best}`, written to {folder / 'concurrency.yaml'}")
 
 

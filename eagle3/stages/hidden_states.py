@@ -131,7 +131,7 @@ def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> Capture
         raise Eagle3Error(
             "a sample's spans are outside its tokens", where=f"{path}, sample {record['id']}", found=spans
         )
-    # For a span [s, e), a loss reads rows s to e - 2; `eagle3 verify` also reads s - 1, which predicts its first token.
+    # Stored for a span [s, e): rows s-1 .. e-2. Which of them a loss reads: `draft.data.packing.supervised_roots`.
     rows = [np.arange(max(0, start - 1), end - 1) for start, end in spans]
     last_rows = np.unique(np.concatenate([*rows, [n - 1]])).astype("<i4")
     return CaptureSample(record["id"], token_ids, last_rows, range_of(hash_of("shard", record["id"]), shards))

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the samples of a row stand among its queries and keys.
+    """Where each sample of a row starts and ends among its queries and keys.
 
     Sample i has queries q[i] .. q[i+1]-1 and keys k[i] .. k[i+1]-1; its last query sees its last key (the causal
     mask is aligned at the end).
@@ -35,7 +35,7 @@ class Segments:
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [N, Hq, dv] and log-sum-exp [N, Hq], of which that of a head lies together in memory."""
+    """Return output [N, Hq, dv] and log-sum-exp [N, Hq]; that of each head is contiguous in memory."""
     if kernels := _flash_attention_4(q, v):
         out, lse, *_ = kernels._flash_attn_fwd(q, k, v, return_lse=True, **_arguments(segments, scale))
     else:
@@ -102,6 +102,6 @@ def _arguments(segments: Segments, scale: float) -> dict[str, Any]:
 
 
 def _pad(x: Tensor, like: Tensor) -> Tensor:
-    """Kernels of torch want one head size; MLA's values are narrower than its keys."""
+    """Torch's kernels need one head size; MLA's values are narrower than its keys."""
     missing = like.shape[2] - x.shape[2]
     return pad(x, (0, missing)) if missing else x

@@ -1,14 +1,14 @@
 """Matrix products in float8, which GPUs from Hopper and Ada on compute twice as fast as those in bfloat16.
 
-Both factors are cut to e4m3 (range 448, three bits of mantissa) with one scale per row, found anew each time: a row
+Both factors are rounded to e4m3 (range 448, three bits of mantissa) with one scale per row, computed each time: a row
 of activations or gradients is one token, so a large one costs its own precision alone. That is why gradients need no
-e5m2, whose range is wider and mantissa shorter. Scales are powers of two: they round nothing, so a weight cut along
-its rows for the forward pass and along its columns for the input's gradient is the same weight but for values that
+e5m2, whose range is wider and mantissa shorter. Scales are powers of two: they round nothing, so a weight rounded along
+its rows for the forward pass and along its columns for the input's gradient is the same weight, except values that
 are tiny in one of them.
 
 Gradients of weights stay in bfloat16 (as in torchao's recipe `rowwise_with_gw_hp`). Their products sum over tokens:
-both factors would be cut and transposed once more, their number padded, and the product, which has no sum in float32
-built in, written out before it is added. That takes most of the time it saves, where precision matters most.
+both factors would be rounded and transposed once more, their number padded, and the product, which cannot be summed in
+float32, written out before it is added. That takes most of the time it saves, where precision matters most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType
 
 from eagle3.errors import Eagle3Error
 
-# The kernels take no other lengths; the number of tokens is free.
+# The kernels support no other lengths; the number of tokens is free.
 MULTIPLE = 16
 
 
@@ -45,14 +45,14 @@ class Float8(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> Float8 | None:
-        """Cut a weight [out, in]; None if its shape is none for float8."""
+        """Round a weight [out, in]; None if float8 does not support its shape."""
         if any(size % MULTIPLE for size in value.shape):
             return None
         return cls(Scaled(*quantise(value)), Scaled(*quantise(value.mT.contiguous())))
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut [n, K] to float8, each row by its own power of two: the least that takes its values below 448.
+    """Round [n, K] to float8, each row with its own power of two: the smallest that brings its values below 448.
 
     Returns:
         values and scales, as in `Scaled`. A row with an infinity or NaN gets an infinite scale, so that every product
@@ -86,7 +86,7 @@ def product(x: Tensor, matrix: Scaled) -> Tensor:
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise Eagle3Error if the device has no float8 units."""
+    """Raise Eagle3Error if the device does not support float8."""
     found = device.type
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -94,7 +94,7 @@ def require_float8(device: torch.device) -> None:
             return
         found = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
     raise Eagle3Error(
-        "this device has no units for float8",
+        "this device does not support float8",
         where="draft.float8",
         found=found,
         expected="a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)",

@@ -33,7 +33,7 @@ def _norm_backward(
     column = tl.arange(0, BLOCK)
     inside = column < size
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    # One part goes on from what is there already: the sum of the parts takes its place.
+    # One part starts from the gradient so far: the sum of the parts replaces it.
     before = tl.load(total + column, inside, 0.0)
     gradient = tl.where(tl.program_id(0) == 0, before, 0.0)
     # Rows to come are fetched while one is computed.

@@ -97,5 +97,5 @@ def merge_own_keys_backward(
 
 
 def _own_rows(keys: KeyValues, steps: int, n: int) -> Tensor:
-    """Where the own keys of n roots lie [steps, n]."""
+    """Rows of the own keys of n roots [steps, n]."""
     return (keys.starts[:steps, None] - keys.starts[0]) + torch.arange(n, device=keys.starts.device)

@@ -103,7 +103,7 @@ def _merge_own_keys(
     slot = tl.load(slots + row)
     out_at = slot * out_row + head[:, None] * out_head + value_column
     result = tl.load(out + out_at, out_inside, 0.0).to(tl.float32)
-    # One more softmax over what is there already, online.
+    # Extend the finished softmax, online.
     largest = tl.load(lse + slot * lse_row + head.to(tl.int64) * lse_head, present, 0.0)
     mass = tl.full([HEADS], 1.0, tl.float32)
     first = tl.load(starts)
@@ -145,7 +145,7 @@ def _merge_own_keys_backward(
     delta = tl.sum(d_result * tl.load(out + out_at, out_inside, 0.0).to(tl.float32), 1)
     # Heads that only pad get weight 0.
     total = tl.load(lse + place, present, float("inf"))
-    # How much of a gradient is there already.
+    # Columns of a gradient that exist already: all or none.
     there, value_there = tl.where(row < seen, d, 0), tl.where(row < seen, dv, 0)
     first = tl.load(starts)
     for step in range(steps):

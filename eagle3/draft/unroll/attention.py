@@ -23,8 +23,8 @@ class Attention:
     """Attention of all steps of a pass.
 
     The causal kernel has N queries, one for every slot, in position order; roots are sorted by lifetime. Some slots
-    have no root that is alive, and between two spans there never is one: their queries are finite, nobody reads their
-    outputs, and in backward their softmax is made 0.
+    have no root that is alive, and those between two spans never have one: their queries are finite, their outputs
+    are never read, and in backward their softmax is made 0.
     """
 
     def __init__(self, keys: KeyValues, slots: Tensor, segments: Segments, scale: float) -> None:
@@ -36,7 +36,7 @@ class Attention:
         self.seen = 0
 
     def forward(self, q: Tensor, t: int, out: Tensor) -> Tensor:
-        """Attend from the n roots of step t, whose own keys of steps 1..t are there.
+        """Attend from the n roots of step t, whose own keys of steps 1..t are already computed.
 
         Args:
             q: [n, Hq, d] queries, rotated.

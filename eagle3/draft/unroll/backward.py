@@ -56,7 +56,7 @@ def backward(a: Activations, d_hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _start(a: Activations, d_hidden: Tensor) -> Gradients:
-    """Make room for the gradients."""
+    """Allocate the gradients."""
     w, heads = a.weights, a.weights.projections
     streams = torch.cat([_stream(a, t) for t in range(len(a.row.alive))])
     d_projected_context, d_projected = torch.empty_like(a.projected_context), torch.empty_like(a.projected)

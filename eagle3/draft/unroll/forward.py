@@ -24,7 +24,7 @@ class Activations:
 
     Tensors of all steps hold one step after the other [M, ...], so that the gradient of a weight is one product over
     all of them. Backward deletes each after its last use, and overwrites some with gradients. Without a backward,
-    those marked (*) have room for one step only [n_0, ...], and the lists stay empty.
+    those marked (*) hold one step only [n_0, ...], and the lists stay empty.
     """
 
     weights: Weights

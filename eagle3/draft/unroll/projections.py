@@ -2,7 +2,7 @@
 
 Both kinds of attention read u = concat(norm_in(token), norm_h(feature)), so the matrix over all that reads u splits
 into a half for the token and a half for the feature. What it makes of u is `projected` [n, Q + K]: Q columns become
-queries, the others keys and values. Step 0 needs these at other positions than those, so the parts stand alone, too.
+queries, the others keys and values. Step 0 needs them at different positions, so the parts exist separately, too.
 
 `query_buffer` and `key_buffer` hold queries, keys and values, or their gradients. In grouped-query attention
 they are the projected rows themselves, rotated in place.

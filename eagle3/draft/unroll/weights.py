@@ -44,7 +44,7 @@ def prepare(draft: Draft, dtype: torch.dtype, *, float8: bool = False) -> Weight
         draft: the float32 masters.
         dtype: what the pass computes in.
         float8: compute the products of `fc` and the layer in float8 (`eagle3.draft.ops.float8`). lm_head stays in
-            `dtype`: errors of the logits enter the loss directly, and their gradients, tiny but for a few tokens of
+            `dtype`: errors of the logits enter the loss directly, and their gradients, tiny except for a few tokens of
             the vocabulary, do not fit float8's range.
     """
     layer = cast(Layer, draft.layers[0])

@@ -88,7 +88,7 @@ def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, ste
 
     def gradients(backward: Any) -> tuple[Tensor, ...]:
         d_q, before = randn(n, heads + groups, d), [-randn(30, groups + 1, size) for size in (d, dv)]
-        # Whatever lies where no gradient is yet.
+        # Arbitrary values where there is no gradient yet.
         for gradient in before:
             gradient[[start - starts[0] + n - 1 for start in starts[:steps].tolist()], 1:] = torch.nan
         changed = own_keys.KeyValues(q, q, *(x[:, 1:] for x in before), starts)
@@ -138,12 +138,12 @@ def test_element_wise_work(kernels: Any) -> None:
         total, expected_total = randn(41)[1:], randn(41)[1:]
         # In place, too: rows of the gradient may be apart.
         whole = randn(9, 45)
-        room, expected = (
+        buffer, expected = (
             whole[:, 2:42],
             norm._norm_backward(d_x, x, weight, 1e-5, plus, expected_total, randn(9, 40)),
         )
-        room.copy_(d_x)
-        close([kernels.norm_backward(room, x, weight, 1e-5, plus, total, room), total], [expected, expected_total])
+        buffer.copy_(d_x)
+        close([kernels.norm_backward(buffer, x, weight, 1e-5, plus, total, buffer), total], [expected, expected_total])
     rows, more = torch.randperm(9)[:5], randn(5, 50)[:, 5:]
     found_rows, expected_rows = randn(9, 60)[:, :45], randn(9, 60)[:, :45]
     kernels.add_rows(found_rows, rows, more)

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.config import DraftConfig, LatentShape
 from eagle3.draft.model.network import Draft
 from eagle3.draft.ops import logits
@@ -105,7 +105,7 @@ def run(
     draft = draft.to(device)
     draft.zero_grad()
     weights = prepare(draft, dtype, float8=float8)
-    row = row.taught([Summariser(head, draft.target_ids, device, dtype)(row.teacher)]).to(device)
+    row = row.with_teacher_stats([TeacherHead(head, draft.target_ids, device, dtype)(row.teacher)]).to(device)
     teacher = Teacher.of(head, draft.target_ids, device, dtype)
     # On the true mass nothing depends on which of two almost equal logits is larger.
     objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss, true_mass=True), sampled=False)
@@ -172,7 +172,7 @@ def test_gradients_in_float8(shape: str, sampled: bool) -> None:
 @needs_float8
 @pytest.mark.parametrize("n", [1, 7, 1000])
 @pytest.mark.parametrize("size", [16, 4096, 28672, 36864])
-def test_cutting_to_float8(n: int, size: int) -> None:
+def test_rounding_to_float8(n: int, size: int) -> None:
     """The kernel gives the plain result bit by bit, and a product what the restored factors give."""
     generator = torch.Generator().manual_seed(n)
     x = (torch.randn(n, size, generator=generator) * torch.exp2(torch.randn(n, 1, generator=generator))).bfloat16()
@@ -206,10 +206,10 @@ def test_a_step_never_waits_for_the_gpu(shape: str, settings: dict[str, Any], tm
         for number in numbers:
             steps.take(number)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            float(steps.run.skipped)
+            float(steps.trainer.skipped)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert float(steps.run.skipped) == 0
+    assert float(steps.trainer.skipped) == 0
 
 
 def compiled_kernels() -> dict[str, int]:
@@ -225,7 +225,7 @@ def compiled_kernels() -> dict[str, int]:
 
 @pytest.mark.parametrize("shape", ["gqa", "mla"])
 @pytest.mark.parametrize("loss", ["kl", "lk_lambda"])
-def test_lengths_compile_little_anew(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_lengths_rarely_recompile(shape: str, loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several chunks a row, the last one of any length.
     monkeypatch.setitem(logits.CHUNK_BYTES, "cuda", 16 << 20)
     torch._dynamo.reset()
