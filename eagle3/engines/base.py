@@ -104,7 +104,7 @@ class Served:
 
     token_ids: dict[str, list[int]]
     """Request id -> generated ids."""
-    drafts: dict[str, int]
+    steps: dict[str, int]
     """Request id -> verification steps with draft tokens."""
     accepted: dict[str, list[int]]
     """Request id -> accepted draft tokens by position (length k)."""

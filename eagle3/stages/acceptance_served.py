@@ -131,7 +131,7 @@ def _figures(samples: Sequence[Sample], plain: Served, speculative: Served, draf
     if missing:
         raise Eagle3Error("the engine left prompts unanswered", found=", ".join(missing[:3]), expected=len(ids))
     generations = [
-        GenerationCounts(s["source"], speculative.drafts[s["id"]], speculative.accepted[s["id"]]) for s in samples
+        GenerationCounts(s["source"], speculative.steps[s["id"]], speculative.accepted[s["id"]]) for s in samples
     ]
     return {
         **acceptance_figures(generations, draft_tokens),

@@ -74,7 +74,7 @@ def test_fewer_layers_from_the_capture_to_serving(layers: tuple[int, ...], input
     )
     for record in records[:8]:
         assert served.token_ids[record["id"]] == record["input_ids"][record["spans"][0][0] :]
-    steps, accepted = sum(served.drafts.values()), sum(sum(counts) for counts in served.accepted.values())
+    steps, accepted = sum(served.steps.values()), sum(sum(counts) for counts in served.accepted.values())
     assert 1 + accepted / steps == pytest.approx(figures["acceptance_length"], rel=0.03)
 
     first = DraftSettings(unroll=3, epochs=1, batch_tokens=96, learning_rate=1e-9, warm_start=str(output / "plain"))

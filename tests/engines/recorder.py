@@ -1,6 +1,6 @@
 """Runs inside vLLM, which loads it by name (`--worker-cls`): writes down every draft that is proposed.
 
-The file EAGLE3_TEST_PROPOSALS gets a line per proposal: [the tokens so far, the drafts that follow them].
+The file EAGLE3_TEST_PROPOSALS gets a line per proposal: [the tokens so far, the draft tokens that follow them].
 """
 
 from __future__ import annotations

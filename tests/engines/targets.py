@@ -1,4 +1,4 @@
-"""Tiny targets and drafts, made in a second: real formats, tokenizers and templates, made-up weights."""
+"""Tiny targets, made in a second: real formats, tokenizers and templates, random weights."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def make_scripted(folder: Path) -> Target:
 
 
 def _successors(tokenizer: PreTrainedTokenizerFast) -> dict[int, int]:
-    """Return the one successor of every token that is written; the pieces share no token but where they meet."""
+    """Return the one successor of every token in the texts, which share no token except where they meet."""
     successors: dict[int, int] = {}
     pieces = (f"<think>{REASONING}</think>{CONTENT}<|im_end|>", f"\n{PLAN}{CALL}<|im_end|>", f"<|im_middle|>{CALL}")
     for piece in pieces:

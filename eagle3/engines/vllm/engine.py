@@ -165,7 +165,7 @@ class VllmEngine:
             self._check_counters(client, self._counted, k)
         return Served(
             token_ids={answer.id: answer.token_ids for answer in answers},
-            drafts={id: found.steps for id, found in figures.items()},
+            steps={id: found.steps for id, found in figures.items()},
             accepted={id: list(found.accepted) for id, found in figures.items()},
             seconds=seconds,
             durations={answer.id: answer.raw["seconds"] for answer in answers},
