@@ -1,11 +1,11 @@
-"""Acceptance: what simulated and served measurements have in common."""
+"""Acceptance figures: what simulated and served measurements have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TypedDict
 
 from eagle3.files.hashing import hash_of
 from eagle3.files.records import in_turn
@@ -13,14 +13,14 @@ from eagle3.records import Sample
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """What drafting gave for one generation.
+class GenerationCounts:
+    """Verification steps and accepted draft tokens of one generation.
 
     Attributes:
         source: where its prompt came from.
-        steps: verification steps in which the draft proposed tokens.
-        accepted: for each draft position 0..k-1, in how many steps the draft there was kept. A draft is kept
-            only if all before it in the step were, so the numbers never rise.
+        steps: verification steps in which the draft model proposed tokens.
+        accepted: for each position 0..k-1 of the chain, in how many steps the draft token there was accepted. That
+            takes all before it, so the numbers never rise.
         sample: id of the held-out sample.
     """
 
@@ -30,8 +30,29 @@ class Drafted:
     sample: str = ""
 
 
+class SourceFigures(TypedDict):
+    """Figures over some generations: sums divided by sums, never means of ratios; None where the divisor is 0."""
+
+    generations: int
+    steps: int
+    accepted: list[int]
+    """[k]: per position"""
+    acceptance_length: float | None
+    """tokens per verification step: 1 + accepted draft tokens / steps"""
+    per_position: list[float | None]
+    """[k]: conditional. Of the steps that accepted all positions before i, the share that accepted i as well."""
+
+
+class AcceptanceFigures(SourceFigures):
+    """Figures over all generations, and those of each source."""
+
+    drafts: int
+    """draft tokens per step (k)"""
+    per_source: dict[str, SourceFigures]
+
+
 def choose(samples: Iterable[Sample], count: int) -> list[Sample]:
-    """Choose the samples that are served: up to `count`, taking the sources in turn, of a source by the ids' hashes."""
+    """Choose up to `count` samples to serve: from each source in turn, ordered by the hashes of their ids."""
     by_source: dict[str, list[Sample]] = {}
     for sample in samples:
         by_source.setdefault(sample["source"], []).append(sample)
@@ -39,31 +60,23 @@ def choose(samples: Iterable[Sample], count: int) -> list[Sample]:
     return list(islice(in_turn(columns), count))
 
 
-def summarise(drafted: Iterable[Drafted], drafts: int) -> dict[str, Any]:
-    """Return the figures over all generations, and under `per_source` those of each source.
-
-    Sums are divided by sums, never means averaged. `per_position` is conditional: of the steps in which all
-    drafts before position i were kept, the share that also kept position i. Where nothing is to be divided
-    by, the figure is None.
-
-    Args:
-        drafted: one entry per generation.
-        drafts: drafts per step (k).
-    """
-    entries = list(drafted)
+def acceptance_figures(generations: Iterable[GenerationCounts], draft_tokens: int) -> AcceptanceFigures:
+    """Return the figures over all generations and per source, with `draft_tokens` per step (k)."""
+    entries = list(generations)
     sources = sorted({entry.source for entry in entries})
     return {
-        "drafts": drafts,
-        **_figures(entries, drafts),
+        "drafts": draft_tokens,
+        **_source_figures(entries, draft_tokens),
         "per_source": {
-            source: _figures([entry for entry in entries if entry.source == source], drafts) for source in sources
+            source: _source_figures([entry for entry in entries if entry.source == source], draft_tokens)
+            for source in sources
         },
     }
 
 
-def _figures(entries: Sequence[Drafted], drafts: int) -> dict[str, Any]:
+def _source_figures(entries: Sequence[GenerationCounts], draft_tokens: int) -> SourceFigures:
     steps = sum(entry.steps for entry in entries)
-    accepted = [sum(entry.accepted[position] for entry in entries) for position in range(drafts)]
+    accepted = [sum(entry.accepted[position] for entry in entries) for position in range(draft_tokens)]
     reached = [steps, *accepted]
     return {
         "generations": len(entries),
@@ -71,6 +84,6 @@ def _figures(entries: Sequence[Drafted], drafts: int) -> dict[str, Any]:
         "accepted": accepted,
         "acceptance_length": 1 + sum(accepted) / steps if steps else None,
         "per_position": [
-            accepted[position] / reached[position] if reached[position] else None for position in range(drafts)
+            accepted[position] / reached[position] if reached[position] else None for position in range(draft_tokens)
         ],
     }

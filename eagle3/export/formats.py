@@ -1,4 +1,4 @@
-"""The configs of the formats in which vLLM and SGLang load a draft."""
+"""The configs of the formats in which vLLM and SGLang load a draft model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from eagle3.target.pin import Target
 if TYPE_CHECKING:
     from eagle3.draft.model.config import DraftConfig
 
-# Drafts per step that the speculators format suggests to the server; a flag of the server overrides it.
-_SUGGESTED_DRAFTS = 3
+# Draft tokens per step that the speculators format suggests to the server; a server flag overrides it.
+_SUGGESTED_DRAFT_TOKENS = 3
 
 
 def plain_config(draft: DraftConfig, target: Target) -> dict[str, Any]:
@@ -54,11 +54,12 @@ def plain_config(draft: DraftConfig, target: Target) -> dict[str, Any]:
         "eagle_config": {"use_aux_hidden_state": True},
     }
     if len(draft.aux_layer_ids) > 1:
-        # SGLang tells by the width whether states still have to pass `fc`: one state would be left as it is, and the
-        # draft be wrong without a word. Without ids it taps its three default layers, which no `fc` for one takes.
+        # SGLang decides by the width whether states still have to go through `fc`: a single state would be used as it
+        # is, and the draft would be silently wrong. Without ids it taps its three default layers, which do not fit an
+        # `fc` for one, so it fails.
         config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = sglang_layer_ids(draft.aux_layer_ids, target)
     if draft.latent:
-        # `deepseek_v3` would be taken for a multi-token-prediction draft; the head size is one part of the latent's.
+        # `deepseek_v3` would be read as a multi-token-prediction draft; the head size follows from the latent sizes.
         del config["head_dim"]
         config |= {
             "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -71,11 +72,11 @@ def plain_config(draft: DraftConfig, target: Target) -> dict[str, Any]:
 def sglang_layer_ids(layer_ids: tuple[int, ...], target: Target) -> list[int]:
     """Return the ids that make SGLang tap the inputs of these layers.
 
-    SGLang names a tap by the layer whose *output* it is: one less. Its DeepSeek-type models take ids as they are
-    unless the first is 1, so that a first tap of 2 must be written as 1, and any other as it is.
+    SGLang names a tap by the layer whose *output* it is: one less. Its DeepSeek-type models read the ids as inputs
+    unless the first is 1, so a first tap of 2 must be written as 1, and any other unchanged.
 
     Raises:
-        Eagle3Error: such a target's taps begin at layer 1, which cannot be written.
+        Eagle3Error: a DeepSeek-type target is tapped at layer 1, which cannot be written.
     """
     as_outputs = [layer_id - 1 for layer_id in layer_ids]
     if "kv_lora_rank" not in target.config or layer_ids[0] == 2:
@@ -85,13 +86,13 @@ def sglang_layer_ids(layer_ids: tuple[int, ...], target: Target) -> list[int]:
             "SGLang cannot be told to tap the input of layer 1 of this target",
             where="hidden_states.aux_layer_ids",
             found=list(layer_ids),
-            remedy="begin with another layer, such as the default 2",
+            remedy="start with another layer, such as the default 2",
         )
     return list(layer_ids)
 
 
 def speculators_config(plain: dict[str, Any], target: Target) -> dict[str, Any]:
-    """Return the speculators form of a plain config: the layer apart from what makes it a draft of this target."""
+    """Return the speculators form of a plain config: the layer's config apart from that of the speculator."""
     own = {
         "draft_vocab_size",
         "norm_before_residual",
@@ -112,7 +113,7 @@ def speculators_config(plain: dict[str, Any], target: Target) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _SUGGESTED_DRAFTS}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _SUGGESTED_DRAFT_TOKENS}],
             "verifier": {
                 "name_or_path": str(target.path),
                 "architectures": target.config.get("architectures", []),

@@ -1,7 +1,7 @@
-"""The exported draft, run plainly: our own reference for what engines make of `plain/`.
+"""The exported draft, run plainly: our reference for what engines compute from `plain/`.
 
 It reads nothing but the exported folder and is built from transformers' own Llama and DeepSeek layers, so it shares
-no code with the training forward: where both agree, the export says all that an engine must know.
+no code with the training forward: where both agree, the export has everything an engine needs.
 
 B rows · n tokens · A tapped layers · H hidden size · V and Vd target and draft vocabulary.
 """
@@ -46,7 +46,7 @@ class _Layer(nn.Module):
 
 
 def _layer_config(values: dict[str, Any]) -> Any:
-    """Return the transformers config of the draft's layer; an MLA draft is known by its latent size."""
+    """Return the transformers config of the draft's layer; an MLA draft is recognised by its latent size."""
     kind = DeepseekV3Config if "kv_lora_rank" in values else LlamaConfig
     config = kind(**{key: value for key, value in values.items() if key != "model_type"})
     config._attn_implementation = "sdpa"
@@ -54,7 +54,7 @@ def _layer_config(values: dict[str, Any]) -> Any:
 
 
 class ReferenceDraft(nn.Module):
-    """One-layer EAGLE-3 draft. `embedding` [V, H] is the target's and no tensor of the export."""
+    """One-layer EAGLE-3 draft. `embedding` [V, H] is the target's; the export does not contain it."""
 
     embedding: Tensor
     d2t: Tensor
@@ -71,7 +71,7 @@ class ReferenceDraft(nn.Module):
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.lm_head = nn.Linear(H, Vd, bias=False)
-        # Engines read no map, and vLLM refuses one, where both vocabularies are the same.
+        # Where both vocabularies are the same, engines read no map, and vLLM refuses one.
         self.reduced = Vd != values["vocab_size"]
         if self.reduced:
             self.register_buffer("d2t", torch.zeros(Vd, dtype=torch.long))
@@ -123,7 +123,7 @@ class ReferenceDraft(nn.Module):
         return hidden, hidden if self.values.get("norm_output") else stream
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest target ids [...] for hidden states [..., H]."""
+        """Return the most likely target ids [...] for hidden states [..., H]."""
         best: Tensor = self.lm_head(hidden).argmax(-1)
         return best + self.d2t[best] if self.reduced else best
 
@@ -133,7 +133,7 @@ class ReferenceDraft(nn.Module):
 
 
 class Chain:
-    """Greedy chains of drafts for a batch, in step with the target."""
+    """Greedy chains of draft tokens for a batch, in step with the target."""
 
     def __init__(self, draft: ReferenceDraft) -> None:
         self._draft = draft
@@ -147,7 +147,7 @@ class Chain:
             tokens: [B, n], the token after each position.
             aux: [B, n, A*H], the target's states at these positions.
             start: [B], the first position.
-            last: [B], index 0..n-1 of each row's last position that counts; what lies behind is overwritten later.
+            last: [B], index 0..n-1 of each row's last valid position; later ones are overwritten by the next call.
         """
         positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         hidden, features = self._draft(tokens, self._draft.combine(aux), positions, self._cache)
@@ -156,13 +156,13 @@ class Chain:
         self._root = (start + last)[:, None]
 
     def propose(self, k: int) -> Tensor:
-        """Return k drafts [B, k] after the token that the root has read."""
-        drafts = [self._draft.tokens(self._hidden)]
+        """Return k draft tokens [B, k] after the token that the root has read."""
+        tokens = [self._draft.tokens(self._hidden)]
         feature = self._feature
         for step in range(1, k):
-            hidden, feature = self._draft(drafts[-1], feature, self._root + step, self._cache)
-            drafts.append(self._draft.tokens(hidden))
-        return torch.cat(drafts, 1)
+            hidden, feature = self._draft(tokens[-1], feature, self._root + step, self._cache)
+            tokens.append(self._draft.tokens(hidden))
+        return torch.cat(tokens, 1)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -184,7 +184,7 @@ def load_reference_draft(folder: Path, embedding: Tensor) -> ReferenceDraft:
     unmatched = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if unmatched:
         raise Eagle3Error(
-            f"an exported draft does not load: {len(unmatched)} tensors do not match its config",
+            f"the exported draft does not load: {len(unmatched)} tensors do not match its config",
             where=folder,
             found=", ".join(f"{name} {actual.get(name, 'missing')}" for name in unmatched),
             expected=", ".join(f"{name} {expected.get(name, 'not there')}" for name in unmatched),

@@ -1,4 +1,7 @@
-"""Simulated acceptance: serving replayed exactly over held-out responses, without an engine."""
+"""Simulated acceptance: serving replayed exactly over held-out responses, without an engine.
+
+In: held-out samples, their hidden states, a trained draft model. Out: `acceptance.json`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any
 
 import torch
 
-from eagle3.acceptance.figures import choose, summarise
+from eagle3.acceptance.figures import acceptance_figures, choose
 from eagle3.config.acceptance import AcceptanceSettings
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
-from eagle3.draft.data.loader import Rows, read_samples
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.loader import RowLoader, read_samples
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.network import Draft, load_draft
 from eagle3.draft.ops.dispatch import pass_dtype
 from eagle3.draft.training.evaluation import Evaluation, evaluate
@@ -26,7 +29,7 @@ from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.pin import load_target
 from eagle3.target.weights import HeadWeights, head_weights
 
-# Tokens that pass through the draft together.
+# Tokens per pass through the draft model.
 BATCH_TOKENS = 8192
 
 
@@ -43,26 +46,26 @@ def make(
     """Write `acceptance.json`: acceptance length, per position and per source, with k = `settings.drafts`.
 
     Args:
-        settings: the number of drafts.
+        settings: the number of draft tokens per step.
         machine: device and threads.
         target: `target.json`.
         evaluation: held-out samples.
-        hidden_states: shards that hold them.
-        draft: `model.safetensors` of the trained draft, its `draft.json` beside it.
+        hidden_states: shards with their hidden states.
+        draft: `model.safetensors` of the trained draft, its `draft.json` next to it.
         folder: where to work.
 
     Raises:
-        Eagle3Error: the draft is damaged, or the hidden states are of other samples or layers.
+        Eagle3Error: the draft is damaged, or the hidden states belong to other samples or layers.
     """
     torch.set_num_threads(machine.threads)
     device = choose_device(machine.device)
     trained = load_draft(draft.parent).to(device)
     reader = HiddenStateReader(hidden_states)
-    _check_layers(draft, trained.config.aux_layer_ids, reader.recipe.layer_ids[:-1])
+    _check_layers(draft, trained.config.aux_layer_ids, reader.provenance.layer_ids[:-1])
     samples, unsupervised = read_samples(evaluation)
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
-    rows = Rows(samples, reader, settings.drafts, device)
-    found = _replay(trained, head_weights(load_target(target)), rows, device)
+    loader = RowLoader(samples, reader, settings.drafts, device)
+    found = _replay(trained, head_weights(load_target(target)), loader, device)
     figures = _figures(found, settings.drafts, served)
     write_json(folder / "acceptance.json", figures)
     return {
@@ -73,39 +76,41 @@ def make(
     }
 
 
-def _replay(draft: Draft, head: HeadWeights, rows: Rows, device: torch.device) -> Evaluation:
-    """Replay serving over all samples of `rows`, with as many drafts as these have steps."""
+def _replay(draft: Draft, head: HeadWeights, loader: RowLoader, device: torch.device) -> Evaluation:
+    """Replay serving over all samples of `loader`, with as many draft tokens as its unroll has steps."""
     dtype = pass_dtype(device)
-    rows.summarise(Summariser(head, draft.target_ids, device, dtype))
+    loader.load_teacher_stats(TeacherHead(head, draft.target_ids, device, dtype))
     return evaluate(
         draft,
-        rows,
+        loader,
         Teacher.of(head, draft.target_ids, device, dtype),
         head.embedding.to(device, dtype),
-        Objective.of(DraftSettings(unroll=rows.unroll), sampled=False),
-        rows.unroll,
+        Objective.of(DraftSettings(unroll=loader.unroll), sampled=False),
+        loader.unroll,
         BATCH_TOKENS,
     )
 
 
-def _figures(found: Evaluation, drafts: int, served: Set[str]) -> dict[str, Any]:
-    """Return what `acceptance.json` holds; `served` are the samples whose prompts are served, too."""
+def _figures(found: Evaluation, draft_tokens: int, served: Set[str]) -> dict[str, Any]:
+    """Return the content of `acceptance.json`; `served` are the samples whose prompts are also served by an engine."""
     return {
         "kind": "simulated",
         "engine": None,
-        **summarise(found.drafted, drafts),
-        "on_served_prompts": summarise([entry for entry in found.drafted if entry.sample in served], drafts),
+        **acceptance_figures(found.generations, draft_tokens),
+        "on_served_prompts": acceptance_figures(
+            [entry for entry in found.generations if entry.sample in served], draft_tokens
+        ),
         "expected_acceptance_length": expected_acceptance_length(found.metrics["conditional"]),
         "accuracy": found.metrics["accuracy"],
     }
 
 
-def _check_layers(draft: Path, trained: Sequence[int], held: Sequence[int]) -> None:
-    if trained != held:
+def _check_layers(draft: Path, trained: Sequence[int], captured: Sequence[int]) -> None:
+    if trained != captured:
         raise Eagle3Error(
-            "the draft was trained on other layers than the hidden states hold",
+            "the draft was trained on other layers than the hidden states have",
             where=draft,
             found=f"layers {', '.join(map(str, trained))}",
-            expected=f"layers {', '.join(map(str, held))}",
-            remedy="run snakemake again: it trains a draft on the present hidden states",
+            expected=f"layers {', '.join(map(str, captured))}",
+            remedy="run snakemake again: it trains a draft on the current hidden states",
         )

@@ -1,4 +1,8 @@
-"""Training: from captured hidden states to a draft, resumable at any moment."""
+"""Training: from captured hidden states to a draft model; a run that was killed resumes from its last checkpoint.
+
+In: samples (training and held-out), their hidden states, the draft vocabulary. Out: the weights with the best simulated
+acceptance length, their config, the log.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,15 @@ from safetensors.torch import load_file
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.console import summary
+from eagle3.draft import parallel
 from eagle3.draft.data.loader import data_digest, read_samples
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.config import draft_config
-from eagle3.draft.model.first_weights import start
+from eagle3.draft.model.initialization import initialize
 from eagle3.draft.model.network import Draft
 from eagle3.draft.ops.float8 import require_float8
-from eagle3.draft.training import parallel
-from eagle3.draft.training.run import TIMING, Run
+from eagle3.draft.training.logs import TIMING
+from eagle3.draft.training.trainer import Trainer
 from eagle3.files.hashing import sha256
 from eagle3.files.records import RecordLog, read_json, write_json
 from eagle3.gpus import choose_device
@@ -29,7 +34,7 @@ from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.pin import load_target
 from eagle3.target.weights import head_weights
 
-# What process 0 counted, for the process that started it.
+# The counts of process 0, for the process that started it.
 COUNTS = ".counts.json"
 
 
@@ -44,18 +49,18 @@ def make(
     hidden_states: Sequence[Path],
     folder: Path,
 ) -> dict[str, Any]:
-    """Train a draft and keep the weights with the best simulated acceptance length.
+    """Train a draft model and keep the weights with the best simulated acceptance length.
 
     Writes `model.safetensors` (float32 masters, the engines' tensor names), `draft.json`, `log.jsonl`, `metrics.json`;
-    on GPUs also `timing.jsonl`, which alone differs between equal runs.
+    on GPUs also `timing.jsonl`, the only file that differs between identical runs.
     With `machine.gpus` > 1 one process per GPU trains on its share of the rows: the same result up to rounding.
 
     Returns:
         counts for the summary.
 
     Raises:
-        Eagle3Error: inputs do not fit each other; rows that the GPUs cannot share evenly; a changed recipe; gradients
-            that stay non-finite; `float8` on a device without it.
+        Eagle3Error: inputs do not fit together; `accumulate` is not a multiple of the number of GPUs; settings or data
+            changed since the last start; gradients stay non-finite; `float8` on a device without it.
     """
     settings.check_machine(machine.device, machine.gpus)
     work = functools.partial(
@@ -72,11 +77,11 @@ def make(
 
 
 def show_speed(timing: Path) -> None:
-    """Print how fast a training ran: medians, since evaluations and checkpoints fall into single lines of the log."""
+    """Print a training run's speed: medians, since evaluations and checkpoints slow down single lines of the log."""
     with RecordLog(timing) as log:
         lines = log.records
     rates = {name: statistics.median(line[name] for line in lines) for name in lines[0] if name != "step"}
-    summary("draft: speed (medians)", {name.replace("_", " "): float(f"{rate:.4g}") for name, rate in rates.items()})
+    summary("draft: speed (medians)", {name: float(f"{rate:.4g}") for name, rate in rates.items()})
 
 
 def _train(
@@ -98,20 +103,29 @@ def _train(
     tensors = load_file(vocabulary)
     samples, unsupervised = read_samples(train)
     held_out, _ = read_samples(evaluation)
-    recipe = {
+    identity = {
         **{f"draft.{name}": value for name, value in settings.model_dump().items()},
         "target": pinned.revision,
         "vocabulary": sha256(vocabulary),
         "train": data_digest(samples),
         "evaluation": data_digest(held_out),
     }
-    config = draft_config(settings, pinned, len(tensors["d2t"]), reader.recipe.layer_ids[:-1])
+    config = draft_config(settings, pinned, len(tensors["d2t"]), reader.provenance.layer_ids[:-1])
     draft = Draft(config, tensors["d2t"], tensors["t2d"])
     head = head_weights(pinned)
-    start(draft, settings, pinned, head)
-    run = Run(
-        settings, draft, head, samples, held_out, reader, machine=machine, folder=folder, recipe=recipe, device=device
+    initialize(draft, settings, pinned, head)
+    trainer = Trainer(
+        settings,
+        draft,
+        head,
+        samples,
+        held_out,
+        reader,
+        machine=machine,
+        folder=folder,
+        identity=identity,
+        device=device,
     )
-    counts = run.train(Summariser(head, run.draft.target_ids, device, run.embedding.dtype))
-    if run.writes:
+    counts = trainer.train(TeacherHead(head, trainer.draft.target_ids, device, trainer.embedding.dtype))
+    if trainer.writes:
         write_json(folder / COUNTS, counts | {"unsupervised_samples": unsupervised})

@@ -1,4 +1,7 @@
-"""Export: the draft in the formats that vLLM and SGLang load, checked against the draft that was trained."""
+"""Export: the draft model in the formats that vLLM and SGLang load, checked against the trained one.
+
+In: a trained draft model. Out: `plain/` and `speculators/`.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,24 @@ if TYPE_CHECKING:
     from eagle3.export.reference_draft import ReferenceDraft
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# The numeric check: tokens of context, and steps of the chain.
+# The numeric check: tokens of context, steps of the chain, and the largest relative error.
 _CONTEXT, _STEPS, _TOLERANCE = 12, 4, 1e-3
 
 
 def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -> dict[str, Any]:
     """Write `plain/` and, if asked for, `speculators/`: `config.json` and `model.safetensors` (bf16).
 
-    What was written is loaded again by our reference model, which reads nothing else: every tensor must be used,
-    every parameter filled, and a chain of drafts must come out as in training.
+    The export is loaded again by our reference model, which reads nothing else: every tensor must be used, every
+    parameter filled, and a chain of draft tokens must match training.
 
     Args:
         settings: formats.
         target: `target.json`.
-        draft: `model.safetensors` of the trained draft, its `draft.json` beside it.
+        draft: `model.safetensors` of the trained draft, its `draft.json` next to it.
         folder: where to work.
 
     Raises:
-        Eagle3Error: the draft is damaged, the export does not load, or it does not draft alike.
+        Eagle3Error: the draft is damaged, the export does not load, or its outputs differ from training.
     """
     from eagle3.draft.model.network import load_draft
 
@@ -47,12 +50,12 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
     trained = load_draft(draft.parent)
     if settings.speculators and trained.config.attention != "gqa":
         raise Eagle3Error(
-            "the speculators format knows no MLA drafts",
+            "the speculators format does not support MLA drafts",
             where="export.speculators",
             remedy="set it to false: the plain format serves in vLLM and SGLang",
         )
     if len(trained.config.aux_layer_ids) == 1:
-        say("a draft that reads one auxiliary layer serves in vLLM; SGLang cannot serve it, and fails when it starts")
+        say("vLLM can serve a draft that reads one auxiliary layer; SGLang cannot, and fails at start-up")
     plain = folder / "plain"
     plain.mkdir(exist_ok=True)
     config = plain_config(trained.config, pinned)
@@ -67,15 +70,14 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
     return {
         "architecture": config["architectures"][0],
         "tensors": tensors,
-        "unmatched tensors": 0,
-        "largest deviation from training": error,
-        "layers read": list(trained.config.aux_layer_ids),
-        "draft vocabulary": trained.config.draft_vocab_size,
+        "largest_deviation_from_training": error,
+        "layers_read": list(trained.config.aux_layer_ids),
+        "draft_vocabulary": trained.config.draft_vocab_size,
     }
 
 
 def _write_weights(draft: Draft, path: Path) -> int:
-    """Write the tensors in bf16, and the vocabulary's maps unless the draft has the whole vocabulary."""
+    """Write the tensors in bf16, the vocabulary maps only if the draft vocabulary is reduced; return their number."""
     import torch
     from safetensors.torch import save_file
 
@@ -91,7 +93,7 @@ def _write_weights(draft: Draft, path: Path) -> int:
 
 
 def _check(trained: Draft, target: Target, plain: Path) -> float:
-    """Load the export and compare a chain of drafts with the training forward; return the largest relative error."""
+    """Load the export and compare a chain of draft tokens with the training forward; return the relative error."""
     import torch
 
     from eagle3.export.reference_draft import load_reference_draft
@@ -107,17 +109,17 @@ def _check(trained: Draft, target: Target, plain: Path) -> float:
     error = float((found - expected).norm() / expected.norm())
     if not error <= _TOLERANCE:
         raise Eagle3Error(
-            "the exported draft does not draft as the trained one does",
+            "the exported draft's outputs differ from training",
             where=plain,
             found=f"relative error {error:.2g} over {_STEPS} steps",
             expected=f"at most {_TOLERANCE}",
-            remedy="report this: the export and the training disagree about the network",
+            remedy="report this: export and training disagree about the network",
         )
     return error
 
 
 def _trained_chain(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-    """Return what lm_head reads in each step [steps, H], by the training forward with the exported rounding."""
+    """Return what lm_head reads in each step [steps, H], from the training forward with the exported rounding."""
     import torch
 
     from eagle3.draft.data.row import build_row
@@ -132,12 +134,12 @@ def _trained_chain(draft: Draft, embedding: torch.Tensor, tokens: torch.Tensor, 
     for parameter in draft.parameters():
         parameter.data = parameter.to(torch.bfloat16).float()
     hidden = unroll(prepare(draft, torch.float32), row, embedding)
-    # The first root is the only one that lives through all steps; the longest-lived comes first.
+    # Only the first root is alive in all steps; the longest-lived root comes first.
     return torch.stack([output[0] for output in hidden.split(row.alive)])
 
 
 def _exported_chain(draft: ReferenceDraft, tokens: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-    """Return the same by the reference model: a context with true states, then step by step on its own features."""
+    """Return the same from the reference model: a context with true states, then step by step on its own features."""
     import torch
 
     from eagle3.export.position_cache import PositionCache

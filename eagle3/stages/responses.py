@@ -255,12 +255,12 @@ def _counts(paths: Sequence[Path]) -> dict[str, Any]:
                     errors[_kind(turn["error"])] += 1
                     continue
                 counts["answers"] += 1
-                counts["prompt tokens"] += len(turn["prompt_ids"])
-                counts["generated tokens"] += len(turn["token_ids"])
+                counts["prompt_tokens"] += len(turn["prompt_ids"])
+                counts["generated_tokens"] += len(turn["token_ids"])
                 reasons[turn["finish_reason"]] += 1
                 if "rebuilt" in turn["raw"]:
                     rebuilt[turn["raw"]["rebuilt"]] += 1
-    kinds = {"finished by": reasons, "ids rebuilt from the text": rebuilt, "errors": errors}
+    kinds = {"finished_by": reasons, "ids_rebuilt_from_the_text": rebuilt, "errors": errors}
     return {**counts, **{name: dict(sorted(found.items())) for name, found in kinds.items()}}
 
 

@@ -58,7 +58,7 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
     assert found["total"]["rows"] == samples.count + rejects.count
     write_json(folder / "stats.json", found)
     sources = {name: {"samples": part.get("samples", 0), **part["rejects"]} for name, part in found["sources"].items()}
-    return {**found["total"], "supervised share": found["supervised_share"], "by source": sources}
+    return {**found["total"], "supervised_share": found["supervised_share"], "by_source": sources}
 
 
 def _turns(responses: Sequence[Path]) -> Iterator[tuple[Response, int, Turn]]:

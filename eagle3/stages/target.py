@@ -44,7 +44,7 @@ def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
         "revision": target.revision,
         "type": config.get("model_type", "unknown"),
         "layers": target.num_layers,
-        "hidden size": target.hidden_size,
+        "hidden_size": target.hidden_size,
         "vocabulary": target.vocab_size,
         "weights (GB)": sum(file.stat().st_size for file in set(tensor_files(model).values())) / 1e9,
     }

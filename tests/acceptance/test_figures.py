@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.acceptance.figures import Drafted, summarise
+from eagle3.acceptance.figures import GenerationCounts, acceptance_figures
 
 
 def test_figures_are_ratios_of_sums() -> None:
-    figures = summarise([Drafted("chat", 4, [4, 2, 1]), Drafted("code", 12, [4, 4, 0])], 3)
+    figures = acceptance_figures([GenerationCounts("chat", 4, [4, 2, 1]), GenerationCounts("code", 12, [4, 4, 0])], 3)
     assert figures["steps"] == 16
     assert figures["accepted"] == [8, 6, 1]
     assert figures["acceptance_length"] == pytest.approx(1 + 15 / 16)
@@ -20,7 +20,7 @@ def test_figures_are_ratios_of_sums() -> None:
 
 
 def test_nothing_drafted_gives_no_figure_instead_of_a_wrong_one() -> None:
-    figures = summarise([Drafted("chat", 0, [0, 0])], 2)
+    figures = acceptance_figures([GenerationCounts("chat", 0, [0, 0])], 2)
     assert figures["acceptance_length"] is None
     assert figures["per_position"] == [None, None]
 
@@ -29,10 +29,10 @@ def test_nothing_drafted_gives_no_figure_instead_of_a_wrong_one() -> None:
 def test_length_follows_from_steps_and_from_positions(generations: list[tuple[str, list[int]]]) -> None:
     """Counting kept drafts step by step gives the same length as the product over conditional positions."""
     entries = [
-        Drafted(source, len(kept), [sum(n > position for n in kept) for position in range(3)])
+        GenerationCounts(source, len(kept), [sum(n > position for n in kept) for position in range(3)])
         for source, kept in generations
     ]
-    figures = summarise(entries, 3)
+    figures = acceptance_figures(entries, 3)
     steps = [n for _, kept in generations for n in kept]
     if not steps:
         assert figures["acceptance_length"] is None

@@ -117,7 +117,7 @@ def measure(name: str, make: Callable[..., dict[str, Any]], *settings: Any, **pa
     process.join()
     seconds = time.perf_counter() - start
     found: dict[str, Any] = counts
-    tokens = sum(v for k, v in found.items() if k in ("prompt tokens", "generated tokens", "tokens"))
+    tokens = sum(v for k, v in found.items() if k in ("prompt_tokens", "generated_tokens", "tokens"))
     tokens += sum(found.get(f"{split} tokens", 0) for split in ("train", "eval"))
     line = {"stage": name, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "peak_gb": round(peak / 1e6, 2)}
     if tokens:

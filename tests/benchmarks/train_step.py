@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from eagle3.config.draft import DraftSettings
+from eagle3.draft import parallel
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.config import DraftConfig, LatentShape
 from eagle3.draft.model.network import Draft
-from eagle3.draft.training import parallel
 from eagle3.draft.training.flops import training_flops
 from eagle3.draft.training.optimizer import Optimizer
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
@@ -176,7 +176,7 @@ class Step:
             self.draft = Draft(config, chosen - torch.arange(len(chosen), device="cpu"), t2d).to(device)
         self.teacher = Teacher.of(head, chosen, device, self.dtype)
         self.embedding = head.embedding
-        self.summariser = Summariser(head, chosen, device, self.dtype)
+        self.teacher_head = TeacherHead(head, chosen, device, self.dtype)
         self.optimizer = Optimizer(self.draft.named_parameters(), settings)
         self.float8 = settings.float8
         self.objective = Objective.of(settings, sampled=settings.sampled_unroll)
@@ -184,12 +184,12 @@ class Step:
     def taught(self, rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
         """Return rows as the step reads them, on the device; and what is spent on a row once per run beforehand."""
         device = self.embedding.device
-        taught = [row.taught([self.summariser(row.teacher)]).to(device) for row in rows]
+        taught = [row.with_teacher_stats([self.teacher_head(row.teacher)]).to(device) for row in rows]
         started = time.perf_counter()
-        self.summariser(taught[0].teacher)
+        self.teacher_head(taught[0].teacher)
         seconds = time.perf_counter() - started
-        del self.summariser
-        return taught, {"summary_seconds_once_per_run": round(seconds, 4)}
+        del self.teacher_head
+        return taught, {"teacher_stats_seconds_once_per_run": round(seconds, 4)}
 
     def __call__(self, row: Row) -> None:
         weights = prepare(self.draft, self.dtype, float8=self.float8)

@@ -16,7 +16,7 @@ from eagle3.config.engine import EngineSettings
 from eagle3.config.hidden_states import HiddenStatesSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.draft.data.row import Row
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.config import DraftConfig, LatentShape
 from eagle3.draft.model.network import Draft
 from eagle3.engines.base import Capture
@@ -43,9 +43,9 @@ def random_states(
     )
 
 
-def taught(row: Row, head: HeadWeights, ids: Tensor) -> Row:
+def with_teacher_stats(row: Row, head: HeadWeights, ids: Tensor) -> Row:
     """The row with what the loss needs of the target's whole distribution; `ids` are the draft vocabulary's tokens."""
-    return row.taught([Summariser(head, ids, torch.device("cpu"), torch.float32)(row.teacher)])
+    return row.with_teacher_stats([TeacherHead(head, ids, torch.device("cpu"), torch.float32)(row.teacher)])
 
 
 def tiny_config(**changes: Any) -> DraftConfig:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from eagle3.draft.training import parallel
+from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
 
 

@@ -21,13 +21,15 @@ from safetensors.torch import load_file
 
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
+from eagle3.draft import parallel
 from eagle3.draft.data.loader import read_samples
 from eagle3.draft.data.packing import pack
 from eagle3.draft.model.network import load_draft
 from eagle3.draft.training import evaluation as evaluate
-from eagle3.draft.training import parallel
-from eagle3.draft.training.metrics import accepted_drafts
-from eagle3.draft.training.run import LOG, Run, plan
+from eagle3.draft.training.logs import LOG
+from eagle3.draft.training.metrics import accepted_draft_tokens
+from eagle3.draft.training.schedule import plan
+from eagle3.draft.training.trainer import Trainer
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import RecordLog, read_records, write_records
 from eagle3.gpus import choose_device
@@ -142,12 +144,12 @@ def ask_to_end_at(row: int) -> None:
 
     def asked(*arguments: Any) -> Any:
         number = next(numbers)
-        assert number <= row, "it goes on with the evaluation"
+        assert number <= row, "it continues the evaluation"
         if number == row:
             os.kill(os.getpid(), signal.SIGTERM)
-        return accepted_drafts(*arguments)
+        return accepted_draft_tokens(*arguments)
 
-    pytest.MonkeyPatch().setattr(evaluate, "accepted_drafts", asked)
+    pytest.MonkeyPatch().setattr(evaluate, "accepted_draft_tokens", asked)
 
 
 @pytest.mark.parametrize("which", [1, -1], ids=["second", "last"])
@@ -175,8 +177,8 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_does_not_finish_it(
     def killed(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_step", killed)
-    monkeypatch.setattr(Run, "_finish", killed)
+    monkeypatch.setattr(Trainer, "_step", killed)
+    monkeypatch.setattr(Trainer, "_finish", killed)
     with pytest.raises(KeyboardInterrupt):
         make(inputs, tmp_path)
     monkeypatch.undo()
@@ -206,7 +208,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_an_undisturbed_one(
     assert artifact(folder) == artifact(finished[0])
     said = capsys.readouterr().err
     assert [str(path) in said for path in paths] == [damaged == 2, True]
-    assert ("starts anew" if damaged == 2 else f"goes on from {paths[0].name}") in said
+    assert ("starts over" if damaged == 2 else f"resumes from {paths[0].name}") in said
 
 
 def test_a_step_weighs_positions_alike_however_they_are_packed(inputs: Inputs, tmp_path: Path) -> None:
@@ -267,7 +269,7 @@ def test_if_one_of_two_processes_is_asked_to_end_in_an_evaluation_both_do(
     assert artifact(tmp_path) == artifact(finished_by_two[0])
 
 
-def test_a_changed_recipe_is_refused_with_its_keys(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_changed_identity_is_refused_with_its_keys(inputs: Inputs, tmp_path: Path) -> None:
     make(inputs, tmp_path, epochs=1)
     with pytest.raises(Eagle3Error, match="settings or its data changed") as error:
         make(inputs, tmp_path, epochs=2)
@@ -347,7 +349,7 @@ def test_hidden_states_of_other_tokens_are_refused(inputs: Inputs, tmp_path: Pat
     records = list(read_records(inputs.train))
     records[3]["input_ids"][2] += 1
     changed = with_records(inputs, "train", records, tmp_path)
-    with pytest.raises(Eagle3Error, match="belong to other tokens") as error:
+    with pytest.raises(Eagle3Error, match="captured from other tokens") as error:
         make(changed, tmp_path / "run", epochs=1)
     assert records[3]["id"] in str(error.value)
 

@@ -110,7 +110,7 @@ def test_fewer_auxiliary_layers_are_told_to_the_engines(
     assert sum(name.startswith("fc_norm") for name in shapes) == len(ids)
     nested = {} if len(ids) == 1 else {"eagle_aux_hidden_state_layer_ids": [1, 2]}
     assert config["eagle_config"] == {"use_aux_hidden_state": True} | nested
-    assert ("SGLang cannot serve it" in capsys.readouterr().err) == (len(ids) == 1)
+    assert ("SGLang cannot" in capsys.readouterr().err) == (len(ids) == 1)
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
@@ -147,8 +147,8 @@ def test_every_kind_of_draft_is_read_back_alike(
     output.mkdir()
     pin = pinned(deepseek, tmp_path / "pin")
     counts = export.make(ExportSettings(), target=pin, draft=weights, folder=output)
-    assert counts["largest deviation from training"] < 1e-5
-    assert counts["unmatched tensors"] == 0
+    assert counts["largest_deviation_from_training"] < 1e-5
+    assert counts["tensors"] == len(load_file(output / "plain" / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_config_that_means_another_network_is_noticed(
         return true_config(*arguments) | change
 
     monkeypatch.setattr(export, "plain_config", wrong_config)
-    with pytest.raises(Eagle3Error, match="does not draft as the trained one does"):
+    with pytest.raises(Eagle3Error, match="outputs differ from training"):
         exported(new_draft(llama, 120, llama.aux_layer_ids), llama, tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_speculators_format(llama: Target, tmp_path: Path) -> None:
 
 
 def test_speculators_format_knows_no_mla(deepseek: Target, tmp_path: Path) -> None:
-    with pytest.raises(Eagle3Error, match="no MLA drafts"):
+    with pytest.raises(Eagle3Error, match="does not support MLA drafts"):
         exported(new_draft(deepseek, 120, (2, 3, 4), attention="mla"), deepseek, tmp_path, speculators=True)
 
 

@@ -16,7 +16,7 @@ import orjson
 import pytest
 from docutils.core import publish_parts  # type: ignore[import-untyped]
 
-from eagle3.acceptance.figures import Drafted, summarise
+from eagle3.acceptance.figures import GenerationCounts, acceptance_figures
 from eagle3.chat.template import load_chat
 from eagle3.config.dataset import DatasetSettings
 from eagle3.errors import Eagle3Error
@@ -70,14 +70,20 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
 def write_run(files: Path) -> Run:
     files.mkdir()
     acceptance = (files / "simulated.json", files / "served.json")
-    figures = summarise(drafted(1, SOURCES), DRAFTS)
+    figures = acceptance_figures(drafted(1, SOURCES), DRAFTS)
     measured = {"kind": "simulated", "engine": None, **figures, "on_served_prompts": figures}
     write_json(acceptance[0], measured)
     speed = {"with_draft": 61.5, "without_draft": 41.0}
     served = {"engine": {"name": "vllm", "vllm": "0.32.0"}, "prompts": 48, "identical_outputs": 47 / 48}
     speeds = {"tokens_per_second": speed, "milliseconds_per_token": {"with_draft": 16.5, "without_draft": 24.5}}
-    sampled = {"temperature": 0.7, **summarise(drafted(3, SOURCES[:-1]), DRAFTS), **speeds}
-    measured = {"kind": "served", **served, **summarise(drafted(2, SOURCES[:-1]), DRAFTS), **speeds, "sampled": sampled}
+    sampled = {"temperature": 0.7, **acceptance_figures(drafted(3, SOURCES[:-1]), DRAFTS), **speeds}
+    measured = {
+        "kind": "served",
+        **served,
+        **acceptance_figures(drafted(2, SOURCES[:-1]), DRAFTS),
+        **speeds,
+        "sampled": sampled,
+    }
     write_json(acceptance[1], measured)
     parts = (files / "samples-0.json", files / "samples-1.json")
     for part in parts:
@@ -103,14 +109,14 @@ def write_run(files: Path) -> Run:
     )
 
 
-def drafted(seed: int, sources: tuple[str, ...]) -> list[Drafted]:
+def drafted(seed: int, sources: tuple[str, ...]) -> list[GenerationCounts]:
     """Return verification steps whose drafts are kept in 75%, 65% and 55% of the cases, less for later sources."""
     random = np.random.default_rng(seed)
     entries = []
     for index, source in enumerate(sources):
         kept = np.array([0.75, 0.65, 0.55]) - 0.03 * index
         accepted = [int(random.binomial(400, share)) for share in np.cumprod(kept)]
-        entries.append(Drafted(source, 400, sorted(accepted, reverse=True)))
+        entries.append(GenerationCounts(source, 400, sorted(accepted, reverse=True)))
     return entries
 
 
@@ -294,7 +300,7 @@ def test_without_a_single_measurement_the_figures_say_so(run: Run, tmp_path: Pat
 
 
 def test_drafts_that_were_never_reached_have_no_bar_label(run: Run, tmp_path: Path) -> None:
-    found = {"kind": "simulated", **summarise([Drafted("chat", 10, [0, 0, 0])], DRAFTS)}
+    found = {"kind": "simulated", **acceptance_figures([GenerationCounts("chat", 10, [0, 0, 0])], DRAFTS)}
     assert found["per_position"] == [0.0, None, None]
     write_json(run.acceptance[0], found)
     replace(run, acceptance=run.acceptance[:1]).report(tmp_path / "report")

@@ -92,7 +92,7 @@ def test_later_turns_see_the_targets_own_answers(stage: Stage, tmp_path: Path) -
     assert len({turn["request"]["seed"] for turn in record["turns"]}) == 3
     assert record["engine"] == {"name": "toy", "toy": "1"}
     assert counts["answers"] == 3
-    assert counts["generated tokens"] == sum(len(turn["token_ids"]) for turn in record["turns"])
+    assert counts["generated_tokens"] == sum(len(turn["token_ids"]) for turn in record["turns"])
 
 
 def test_given_answers_stand_beside_generated_ones(stage: Stage, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_counts_and_histograms_add_up(stage: Stage, chat: Chat) -> None:
     counts = stage.run(*turns)
     stats = read_json(stage.folder / "out" / "stats.json")
     by_source = {"s0": {"samples": 2}, "s1": {"samples": 0, "empty": 1}}
-    assert stats["total"] | {"supervised share": stats["supervised_share"], "by source": by_source} == counts
+    assert stats["total"] | {"supervised_share": stats["supervised_share"], "by_source": by_source} == counts
     assert stats["sources"]["s1"] == {"rows": 1, "rejects": {"empty": 1}}
     assert stats["sources"]["s0"]["samples"] == 2
     assert sum(stats["lengths"]["answer"].values()) == 2

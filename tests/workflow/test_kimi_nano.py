@@ -104,7 +104,7 @@ def pairs(ids: list[int], pair: list[int]) -> int:
 def test_ids_rebuilt_from_the_text_are_the_engines_own(results: Path) -> None:
     """But for the odd answer in which the target wrote a word in other tokens than the tokenizer would."""
     counts = counts_of(results / "responses/part-0")
-    rebuilt = counts["ids rebuilt from the text"]
+    rebuilt = counts["ids_rebuilt_from_the_text"]
     assert sum(rebuilt.values()) == counts["answers"]
     assert rebuilt["equal"] > 0.97 * counts["answers"]
 
@@ -161,4 +161,4 @@ def test_a_draft_of_llamas_kind_is_trained_and_exported_too(nano: Project) -> No
     assert "results/gqa/responses/part-0: adopted from the store" in run.text
     counts = counts_of(nano.path / "results/gqa/export")
     assert counts["architecture"] == "LlamaForCausalLMEagle3"
-    assert counts["largest deviation from training"] < 1e-3
+    assert counts["largest_deviation_from_training"] < 1e-3

@@ -1,4 +1,4 @@
-"""Training and evaluation samples: small facts in memory, hidden states read when their row comes."""
+"""Training and evaluation samples: small facts in memory, hidden states read when their row is built."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 
 from eagle3.draft.data.packing import Spans, context_length, step_counts, supervised_roots
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.data.teacher import Summaries, Summariser, kept, summarise
+from eagle3.draft.data.teacher import StatsBySample, TeacherHead, cached_stats, compute_stats
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import read_records
 from eagle3.hidden_states.reader import HiddenStateReader, HiddenStateSample
 
-# Rows that are read and packed while the device works on the current one.
+# Rows built ahead, while the device works on the current one.
 AHEAD = 3
 
 Seed = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What is kept of a sample record; the tokens themselves come with the hidden states."""
+class TrainingSample:
+    """What stays in memory of a sample record; the tokens themselves come with the hidden states."""
 
     id: str
     source: str
@@ -38,11 +38,11 @@ class Sample:
     """of the first context + 2 tokens"""
 
 
-def read_samples(path: Path) -> tuple[list[Sample], int]:
-    """Read the samples that have supervised positions, and count those that have none.
+def read_samples(path: Path) -> tuple[list[TrainingSample], int]:
+    """Return the samples that have supervised positions, and the number of those that have none.
 
     Raises:
-        Eagle3Error: no sample has any; a sample occurs twice.
+        Eagle3Error: no sample has any; a sample id occurs twice.
     """
     samples, unsupervised = [], 0
     for record in read_records(path):
@@ -51,48 +51,48 @@ def read_samples(path: Path) -> tuple[list[Sample], int]:
             unsupervised += 1
             continue
         digest = _digest(np.array(record["input_ids"][: context + 2], dtype=np.int32))
-        samples.append(Sample(record["id"], record["source"], record["spans"], context, digest))
+        samples.append(TrainingSample(record["id"], record["source"], record["spans"], context, digest))
     if len({sample.id for sample in samples}) < len(samples):
         repeated = next(id for id, n in Counter(sample.id for sample in samples).items() if n > 1)
-        raise Eagle3Error("a sample occurs twice", where=f"{path}, sample {repeated}", remedy="leave one of them out")
+        raise Eagle3Error("duplicate sample id", where=f"{path}, sample {repeated}", remedy="remove one of them")
     if not samples:
         raise Eagle3Error(
             "no sample has a supervised position",
             where=path,
-            found=f"{unsupervised} samples, each with less than two generated tokens in a row",
-            remedy="look at the rejects of the stages before, and at the target's answers",
+            found=f"{unsupervised} samples, each with fewer than two consecutive generated tokens",
+            remedy="check the rejects of the earlier stages and the target's answers",
         )
     return samples, unsupervised
 
 
-class Rows:
-    """Builds rows of a list of samples from their hidden states, ahead of their use, in threads."""
+class RowLoader:
+    """Builds rows from the hidden states of a list of samples, ahead of their use, in threads."""
 
     def __init__(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[TrainingSample],
         reader: HiddenStateReader,
         unroll: int,
         device: torch.device,
         decay: float | None = None,
     ) -> None:
-        """`decay` is given for the sampled unroll."""
+        """`decay` selects the sampled unroll; None the exact one."""
         self.samples, self.reader, self.unroll, self.decay = samples, reader, unroll, decay
-        self.pin = device.type == "cuda"
+        self.pin_memory = device.type == "cuda"
 
-    def summarise(self, summariser: Summariser, path: Path | None = None, key: str = "") -> None:
-        """Learn what the loss needs of the target's whole distribution, before any row is asked for.
+    def load_teacher_stats(self, head: TeacherHead, path: Path | None = None, key: str = "") -> None:
+        """Compute the teacher stats of all samples, or read them; call this before asking for any row.
 
         Args:
-            summariser: the target's head.
-            path: where to keep it for another start of the run.
-            key: what it depends on.
+            head: the target's head.
+            path: file that keeps them for the next start of the run.
+            key: identifies what they depend on.
         """
 
-        def make() -> Summaries:
-            return summarise({sample.id: sample.spans for sample in self.samples}, self.reader, summariser)
+        def compute() -> StatsBySample:
+            return compute_stats({sample.id: sample.spans for sample in self.samples}, self.reader, head)
 
-        self.summaries = make() if path is None else kept(path, key, make)
+        self.teacher_stats = compute() if path is None else cached_stats(path, key, compute)
 
     def counts(self, members: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return, for every step, the positions with m_t = 1 in the given samples [unroll]."""
@@ -121,23 +121,25 @@ class Rows:
             row = build_row(pairs, self.unroll)
         else:
             row = build_row(pairs, self.unroll, self.decay, np.random.default_rng(seed))
-        row = row.taught([self.summaries[sample.id] for sample in samples])
-        return row.pin() if self.pin else row
+        row = row.with_teacher_stats([self.teacher_stats[sample.id] for sample in samples])
+        return row.pin_memory() if self.pin_memory else row
 
-    def _read(self, sample: Sample) -> HiddenStateSample:
+    def _read(self, sample: TrainingSample) -> HiddenStateSample:
         states = self.reader.read(sample.id, 0, sample.context + 2)
         if _digest(states.token_ids.numpy()) != sample.digest:
             raise Eagle3Error(
-                "the hidden states of a sample belong to other tokens",
+                "the hidden states of a sample were captured from other tokens",
                 where=f"sample {sample.id}",
-                expected=f"the {sample.context + 2} first tokens of the data set's sample",
+                expected=f"the first {sample.context + 2} tokens of the dataset's sample",
                 remedy="delete the hidden states and run snakemake again",
             )
         return states
 
 
-def root_ranges(samples: Sequence[Sample], members: Sequence[int], unroll: int) -> list[tuple[Sample, int, int]]:
-    """Return every generated span's roots inside a row, as ranges of ranks, in order."""
+def root_ranges(
+    samples: Sequence[TrainingSample], members: Sequence[int], unroll: int
+) -> list[tuple[TrainingSample, int, int]]:
+    """Return the roots of every generated span in a row, as ranges [first, end) in position order."""
     ranges, place = [], 0
     for index in members:
         for span in samples[index].spans:
@@ -148,8 +150,8 @@ def root_ranges(samples: Sequence[Sample], members: Sequence[int], unroll: int) 
     return ranges
 
 
-def data_digest(samples: Sequence[Sample]) -> str:
-    """Return a hash over ids, spans and tokens: what makes two data sets the same for a run."""
+def data_digest(samples: Sequence[TrainingSample]) -> str:
+    """Return a hash over ids, spans and tokens: two datasets with the same hash are the same to a run."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(f"{sample.id}{[list(span) for span in sample.spans]}".encode() + sample.digest)

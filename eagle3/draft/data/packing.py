@@ -1,6 +1,6 @@
 """Which positions carry loss, and how samples share rows.
 
-Notation as in `eagle3.draft.unroll.unroll`: a *root* is a position p from which a chain of drafts starts; its
+Notation as in `eagle3.draft.unroll.unroll`: a *root* is a position p from which a chain of draft tokens starts; its
 *lifetime* is the number of steps t with m_t[p] = 1.
 """
 
@@ -23,6 +23,9 @@ def supervised_roots(spans: Spans, unroll: int) -> tuple[Array, Array]:
 
     m_t[p] = 1 iff p+1 and p+2+t lie in the same generated span: p+1 is a committed token, and what step t drafts is
     still part of that generation. So span [s, e) has the roots s-1 .. e-3, and root p lives min(unroll, e-2-p) steps.
+
+    The loss reads the target's last-layer state at p+1 (the teacher row, which predicts x[p+2]): rows s .. e-2 of the
+    span. Row s-1, which predicts the span's first token, is stored as well, but only `eagle3 verify` reads it.
 
     Args:
         spans: sorted, disjoint [start, end) ranges of generated tokens.

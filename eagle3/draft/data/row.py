@@ -15,8 +15,8 @@ from eagle3.draft.ops.flash import Segments
 from eagle3.hidden_states.reader import HiddenStateSample
 
 
-class Summary(NamedTuple):
-    """What the target's whole distribution comes to at R roots (`eagle3.draft.data.teacher`)."""
+class TeacherStats(NamedTuple):
+    """What a loss needs of the target's distribution over its whole vocabulary, at R roots (see `teacher.py`)."""
 
     top: Tensor
     """[R] int32: the target's most likely token as an index into the draft vocabulary; -1 if it is outside"""
@@ -32,8 +32,8 @@ class Summary(NamedTuple):
 class Row:
     """One packed row. C context positions (a sample is read up to its last root), R roots, n_t roots alive at step t.
 
-    `root_context`, `teacher` and `labels` are in position order ("rank"); `order` and `slots` in lifetime order,
-    longest first, so that the roots alive at step t are the first n_t.
+    `root_context`, `teacher`, `labels` and `teacher_stats` are in position order; `order` and `slots` in lifetime
+    order, longest first, so that the roots alive at step t are the first n_t. "Root r" is the r-th in position order.
     """
 
     ids: tuple[str, ...]
@@ -45,40 +45,40 @@ class Row:
     positions: Tensor
     """[C] int64: p inside its sample"""
     root_context: Tensor
-    """[R] int64: where the roots stand among the context positions"""
+    """[R] int64: the roots' indices into the context positions"""
     teacher: Tensor
     """[R, H] bf16: y[p+1], from which the target predicts x[p+2]"""
     labels: Tensor
     """[R] int64: x[p+2]"""
     order: Tensor
-    """[R] int64: rank of the i-th longest-lived root"""
+    """[R] int64: the roots by lifetime"""
     slots: Tensor
-    """[R] int64: its place among the attention's queries"""
+    """[R] int64: their places among the attention's queries"""
     alive: tuple[int, ...]
     """n_t for every step with roots alive"""
     starts: Tensor
     """[steps+1] int64: where each step's outputs start among all [M], and M"""
     ahead: Tensor
-    """[M] int64: the rank of root p+t for every (step t, root p), in the order of the unroll's outputs; its teacher
-    teaches the pair, and in step 0 it reads the token that the pair reads"""
+    """[M] int64: the root at position p+t for every (step t, root p), in the order of the unroll's outputs; its
+    teacher row teaches the pair, and in step 0 it reads the token that the pair reads"""
     pairs: Tensor
-    """[M] int64: all (step, root) pairs as places among the unroll's outputs, in the order of their teachers"""
+    """[M] int64: all (step, root) pairs as indices into the unroll's outputs, in the order of their teacher rows"""
     pair_places: Tensor
-    """[M] int64: the inverse, where the unroll's outputs stand among the pairs"""
+    """[M] int64: the inverse, the unroll's outputs as indices into `pairs`"""
     pair_steps: Tensor
     """[M] int64: their steps t"""
     pair_bounds: list[int]
-    """[R+1]: the pairs that teacher r teaches are pair_bounds[r] .. pair_bounds[r+1]-1"""
+    """[R+1]: teacher row r teaches the pairs pair_bounds[r] .. pair_bounds[r+1]-1"""
     pair_offsets: Tensor
     """the same as int64 on the device"""
     segments: Segments
-    summary: Summary | None = None
-    """by rank, `top` as int64; None until `taught`. Only the loss reads it."""
+    teacher_stats: TeacherStats | None = None
+    """with `top` as int64; None until `with_teacher_stats`. Only the loss reads them."""
 
-    def taught(self, summaries: Sequence[Summary]) -> Row:
-        """Add the summaries of the row's samples."""
-        whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
-        return replace(self, summary=whole._replace(top=whole.top.long()))
+    def with_teacher_stats(self, stats: Sequence[TeacherStats]) -> Row:
+        """Add the stats of the row's samples."""
+        joined = TeacherStats(*(torch.cat(parts) for parts in zip(*stats, strict=True)))
+        return replace(self, teacher_stats=joined._replace(top=joined.top.long()))
 
     def to(self, device: torch.device) -> Row:
         """Move the row; asynchronous from pinned memory."""
@@ -92,18 +92,18 @@ class Row:
             q_offsets=self.segments.q_offsets.to(device, non_blocking=True),
             k_offsets=self.segments.k_offsets.to(device, non_blocking=True),
         )
-        summary = self.summary and Summary(*(part.to(device, non_blocking=True) for part in self.summary))
-        return replace(self, segments=segments, summary=summary, **moved)
+        stats = self.teacher_stats and TeacherStats(*(x.to(device, non_blocking=True) for x in self.teacher_stats))
+        return replace(self, segments=segments, teacher_stats=stats, **moved)
 
-    def pin(self) -> Row:
+    def pin_memory(self) -> Row:
         """Copy the row into page-locked memory."""
         pinned: dict[str, Any] = {
             field.name: value.pin_memory()
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        summary = self.summary and Summary(*(part.pin_memory() for part in self.summary))
-        return replace(self, summary=summary, **pinned)
+        stats = self.teacher_stats and TeacherStats(*(x.pin_memory() for x in self.teacher_stats))
+        return replace(self, teacher_stats=stats, **pinned)
 
 
 def build_row(

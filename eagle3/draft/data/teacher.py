@@ -1,8 +1,7 @@
-"""What the target's distribution comes to at a root: its most likely token, and a few sums.
+"""Teacher stats: what a loss needs of the target's distribution over its whole vocabulary, for every root.
 
-The loss reads the target's logits on the draft vocabulary, a small part of the whole; of all others it needs no more
-than this, and of these it need not find the sums again. They are the same in every pass, so they are computed once,
-before the first, and 16 bytes a root are kept.
+The loss computes the target's logits on the draft vocabulary only. From the rest it needs the most likely token and a
+few sums. They are the same in every epoch, so they are computed once, before the first step: 16 bytes per root.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.console import Progress
+from eagle3.draft import parallel
 from eagle3.draft.data.packing import Spans, supervised_roots
-from eagle3.draft.data.row import Summary
+from eagle3.draft.data.row import TeacherStats
 from eagle3.draft.ops.dispatch import compiled_on_gpu
 from eagle3.draft.ops.logits import chunk_rows, project
-from eagle3.draft.training import parallel
 from eagle3.files.atomic import atomic_write
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.target.weights import HeadWeights
 
-# Roots that are looked at together.
+# Roots per call of the head.
 BATCH = 4096
 
 
-class Summariser:
-    """The target's whole head."""
+class TeacherHead:
+    """The target's head on its whole vocabulary."""
 
     def __init__(self, head: HeadWeights, target_ids: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         """`target_ids` are the tokens of the draft vocabulary, in order."""
@@ -44,63 +43,63 @@ class Summariser:
         self.rows = chunk_rows(device, len(head.lm_head))
 
     @torch.no_grad()
-    def __call__(self, states: Tensor) -> Summary:
-        """Summarise what the target says from last-layer states [R, H]; the result is on the CPU."""
+    def __call__(self, states: Tensor) -> TeacherStats:
+        """Return the stats of the target's predictions from last-layer states [R, H], on the CPU."""
         chunks = states.to(self.lm_head.device).split(self.rows)
-        parts = [_summarise(project(chunk, self.norm, self.lm_head, self.eps), self.target_ids) for chunk in chunks]
+        parts = [_teacher_stats(project(chunk, self.norm, self.lm_head, self.eps), self.target_ids) for chunk in chunks]
         top, *sums = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        return Summary(self.places[top], *sums)
+        return TeacherStats(self.places[top], *sums)
 
 
 @compiled_on_gpu
-def _summarise(logits: Tensor, target_ids: Tensor) -> tuple[Tensor, ...]:
+def _teacher_stats(logits: Tensor, target_ids: Tensor) -> tuple[Tensor, ...]:
     chosen = logits[:, target_ids]
     lse = chosen.logsumexp(-1)
     logs = chosen - lse[:, None]
     return logits.argmax(-1), logits.logsumexp(-1), lse, (logs.exp() * logs).sum(-1)
 
 
-class Summaries:
-    """The summaries of samples, by id; in one piece, for there may be hundreds of thousands."""
+class StatsBySample:
+    """The stats of samples, by id; joined in one tensor each, as there may be hundreds of thousands of samples."""
 
-    def __init__(self, ids: Sequence[str], sizes: Sequence[int], whole: Summary) -> None:
-        """`sizes` are the samples' numbers of roots, in the order of `whole`."""
+    def __init__(self, ids: Sequence[str], sizes: Sequence[int], joined: TeacherStats) -> None:
+        """`sizes` are the samples' numbers of roots, in the order of `joined`."""
         edges = [0, *itertools.accumulate(sizes)]
-        self.ids, self.sizes, self.whole = ids, sizes, whole
+        self.ids, self.sizes, self.joined = ids, sizes, joined
         self.places = {sample: slice(*edge) for sample, edge in zip(ids, itertools.pairwise(edges), strict=True)}
 
-    def __getitem__(self, sample: str) -> Summary:
+    def __getitem__(self, sample: str) -> TeacherStats:
         place = self.places[sample]
-        return Summary(*(part[place] for part in self.whole))
+        return TeacherStats(*(part[place] for part in self.joined))
 
 
-def summarise(spans: Mapping[str, Spans], reader: HiddenStateReader, summariser: Summariser) -> Summaries:
-    """Summarise all roots of samples, given by id with their spans; processes share the work and all get the result."""
-    mine: list[tuple[list[str], list[int], Summary]] = []
-    with Progress(len(spans) if parallel.rank() == 0 else 0, "target's choices", "samples") as bar:
+def compute_stats(spans: Mapping[str, Spans], reader: HiddenStateReader, head: TeacherHead) -> StatsBySample:
+    """Return the stats of all roots of samples (id -> spans); processes share the work, and each gets all stats."""
+    mine: list[tuple[list[str], list[int], TeacherStats]] = []
+    with Progress(len(spans) if parallel.rank() == 0 else 0, "teacher stats", "samples") as bar:
         for batch in _batches(spans, reader):
             states = [part for _, part in batch]
-            mine.append(([sample for sample, _ in batch], list(map(len, states)), summariser(torch.cat(states))))
+            mine.append(([sample for sample, _ in batch], list(map(len, states)), head(torch.cat(states))))
             bar.update(len(batch) * parallel.world())
-    ids, sizes, summaries = zip(*parallel.gather(mine), strict=True)
-    whole = Summary(*(torch.cat(parts) for parts in zip(*summaries, strict=True)))
-    return Summaries(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), whole)
+    ids, sizes, stats = zip(*parallel.gather(mine), strict=True)
+    joined = TeacherStats(*(torch.cat(parts) for parts in zip(*stats, strict=True)))
+    return StatsBySample(list(itertools.chain(*ids)), list(itertools.chain(*sizes)), joined)
 
 
-def kept(path: Path, key: str, make: Callable[[], Summaries]) -> Summaries:
-    """Return what an earlier start of the run left in `path`, or make it; `key` says what it was made from."""
+def cached_stats(path: Path, key: str, compute: Callable[[], StatsBySample]) -> StatsBySample:
+    """Return the stats in `path` from an earlier start of the run, or compute them; `key` identifies their inputs."""
     if path.exists():
         with safe_open(path, "pt") as file:
             if file.metadata()["key"] == key:
                 ids, sizes = orjson.loads(file.metadata()["ids"]), file.get_tensor("sizes").tolist()
-                return Summaries(ids, sizes, Summary(*map(file.get_tensor, Summary._fields)))
-    made = make()
-    # Making it took all processes: none looks for the file any more.
+                return StatsBySample(ids, sizes, TeacherStats(*map(file.get_tensor, TeacherStats._fields)))
+    computed = compute()
+    # All processes took part in computing: none still looks for the file.
     if parallel.rank() == 0:
-        tensors = {"sizes": torch.tensor(made.sizes), **made.whole._asdict()}
+        tensors = {"sizes": torch.tensor(computed.sizes), **computed.joined._asdict()}
         with atomic_write(path) as temporary:
-            save_file(tensors, temporary, {"key": key, "ids": orjson.dumps(made.ids).decode()})
-    return made
+            save_file(tensors, temporary, {"key": key, "ids": orjson.dumps(computed.ids).decode()})
+    return computed
 
 
 def _batches(spans: Mapping[str, Spans], reader: HiddenStateReader) -> Iterator[list[tuple[str, Tensor]]]:

@@ -1,4 +1,4 @@
-"""What a draft is: `draft.json`, from which the network, its export and its measurement are built."""
+"""The draft model's config, `draft.json`: the network, its export and its measurement are built from it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from eagle3.config.draft import DraftSettings
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
 
-NAME = "draft.json"
+NAME, WEIGHTS = "draft.json", "model.safetensors"
+HEAD = "lm_head.weight"
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# SGLang's yarn for Llama-type layers knows neither key, vLLM's and transformers' do: without them all three agree.
+# vLLM's and transformers' yarn for Llama-type layers reads these keys, SGLang's does not: without them all three agree.
 _MLA_ROPE_KEYS = frozenset({"mscale", "mscale_all_dim"})
 
 
@@ -31,7 +32,7 @@ class LatentShape(BaseModel):
 
 
 class DraftConfig(BaseModel):
-    """Everything that the draft's forward pass depends on besides its weights."""
+    """Everything except the weights that the draft model's forward pass depends on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,13 +63,13 @@ def draft_config(
     """Derive the draft's config from the target's: eps, rope and lengths are never set by hand.
 
     Raises:
-        Eagle3Error: the target has no such attention, or a rope type that drafts do not have.
+        Eagle3Error: the target does not have this attention, or has a rope type that drafts do not support.
     """
     config = target.config
     heads = settings.num_attention_heads or int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or target.hidden_size // int(config["num_attention_heads"]))
     if settings.attention == "gqa" and "kv_lora_rank" in config:
-        # Such targets use the field for one part of their heads.
+        # In MLA targets this field is the size of one part of a head.
         head_dim = target.hidden_size // heads
     latent = _latent_shape(target) if settings.attention == "mla" else None
     return DraftConfig(
@@ -76,7 +77,7 @@ def draft_config(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or int(config["intermediate_size"]),
         num_attention_heads=heads,
-        # Latent attention has as many of the one kind as of the other.
+        # Latent attention has one key-value head per query head.
         num_key_value_heads=heads
         if latent
         else settings.num_key_value_heads or int(config.get("num_key_value_heads") or heads),
@@ -104,7 +105,7 @@ def read_draft_config(folder: Path) -> DraftConfig:
     try:
         return DraftConfig.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise Eagle3Error("a draft has no draft.json", where=path, remedy="run the stage `draft`") from None
+        raise Eagle3Error("draft.json is missing", where=path, remedy="run the stage `draft`") from None
     except ValidationError as error:
         raise Eagle3Error(
             "a draft's config is damaged",
@@ -126,7 +127,7 @@ def _latent_shape(target: Target) -> LatentShape:
 
 
 def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters of a config.json in transformers' current form, whichever form they have there."""
+    """Return the rope parameters of a config.json in transformers' current form, from either form."""
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     values["rope_type"] = values.pop("type", None) or values.get("rope_type") or "default"
@@ -139,9 +140,9 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
-    """Return the target's rope parameters, as far as a draft's heads follow them."""
+    """Return the target's rope parameters as they apply to a draft's heads."""
     values = rope_values(target.config)
-    # A draft's heads are rotated whole, whatever part of its own heads the target rotates.
+    # Rope covers all of a draft's heads, even where the target rotates only a part of its own.
     values.pop("partial_rotary_factor", None)
     if values["rope_type"] not in ROPE_TYPES:
         raise Eagle3Error(
@@ -152,7 +153,7 @@ def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
         )
     if nested := {key: value for key, value in values.items() if isinstance(value, list | dict)}:
         raise Eagle3Error(
-            "the target's rope is not the same for all layers and dimensions, which drafts do not have",
+            "the target's rope differs between layers or dimensions, which drafts do not support",
             where=f"{target.path / 'config.json'}, rope parameters",
             found=nested,
             expected="single values",
@@ -160,9 +161,3 @@ def _rope_parameters(target: Target, attention: str) -> dict[str, Any]:
     if attention == "gqa":
         values = {key: value for key, value in values.items() if key not in _MLA_ROPE_KEYS}
     return values
-
-
-WEIGHTS = "model.safetensors"
-
-
-HEAD = "lm_head.weight"

@@ -36,7 +36,7 @@ class Layer(nn.Module):
     """The one decoder layer."""
 
     self_attn: Any
-    """projections under the names that the kind of attention has"""
+    """the projections, named as the kind of attention names them"""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Layer(nn.Module):
 
 
 class Draft(nn.Module):
-    """The draft's trainable weights, under the names that the engines load. The embedding is the target's, frozen."""
+    """The draft model's trainable weights, named as the engines load them. The embedding is the target's, frozen."""
 
     d2t: Tensor
-    """[Vd] int64: target id of draft token i is i + d2t[i]"""
+    """[Vd] int64: the target id of index i in the draft vocabulary is i + d2t[i]"""
     t2d: Tensor
     """[V] bool: whether a target id is in the draft vocabulary"""
 
@@ -92,7 +92,7 @@ def load_draft(folder: Path) -> Draft:
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         raise Eagle3Error(
-            "a draft's weights do not fit its config",
+            "the draft's weights do not fit its config",
             where=folder / WEIGHTS,
             found={name: found.get(name) for name in differing},
             expected={name: expected.get(name) for name in differing},

@@ -1,161 +1,95 @@
-"""An earlier draft to start from: what its configuration says that its weights mean, beside the draft to be trained."""
+"""Warm start: the weights of an earlier draft model, ours or another trainer's, in a new one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import orjson
+import torch
+from torch import Tensor
 
-from eagle3.config.draft import config_file
-from eagle3.draft.model.config import NAME, DraftConfig, LatentShape, read_draft_config, rope_values
+from eagle3.draft.model.compatibility import check_config
+from eagle3.draft.model.config import HEAD, WEIGHTS
+from eagle3.draft.model.network import Draft
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
 
-_PLAIN = "config.json"
-
-# What fits only weights trained with it. Vocabularies may differ, and lengths as far as no rotation depends on them.
-_COMPARED = (
-    "attention",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "aux_layer_ids",
-    "fc_norm",
-    "norm_output",
-    "norm_before_residual",
-)
-_COMPARED_BY_ATTENTION = {"gqa": ("num_key_value_heads", "head_dim"), "mla": tuple(LatentShape.model_fields)}
-# Of these the user decides; everything else is the target's.
-_DRAFT_SETTINGS = (
-    "attention",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "fc_norm",
-    "norm_output",
-    "norm_before_residual",
-)
-_SETTINGS = {name: f"draft.{name}" for name in _DRAFT_SETTINGS} | {"aux_layer_ids": "hidden_states.aux_layer_ids"}
-# Type of rotation -> the parameters that it heeds.
-_ROPE: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-_YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+# In files of other trainers, and not weights of the draft: the target's embedding, the vocabulary map.
+_NOT_WEIGHTS = frozenset({"embed_tokens.weight", "d2t", "t2d"})
 
 
-def check_config(folder: Path, draft: DraftConfig, target: Target) -> None:
-    """Compare an earlier draft's configuration, as far as it goes, with that of the draft that takes its weights.
+@torch.no_grad()
+def load_warm_start(draft: Draft, folder: Path, target: Target) -> None:
+    """Copy the weights of an earlier draft model; of lm_head, the rows of the tokens in both vocabularies.
 
     Raises:
-        Eagle3Error: there is none, it is damaged, or it differs; names every setting that differs.
+        Eagle3Error: there are no weights; the earlier configuration is missing or differs; a tensor is missing,
+            unknown or of another shape (names them all); its vocabulary has tokens that the target does not have.
     """
-    path = config_file(folder)
-    if path is None:
+    from safetensors.torch import load_file
+
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
         raise Eagle3Error(
-            "the draft to start from has no configuration: what its weights mean is not known",
-            where=folder,
-            expected=f"{NAME} or {_PLAIN}",
-            remedy=f"put the {NAME} or {_PLAIN} that belongs to the weights beside them, or set draft.warm_start "
-            "to null",
-        )
-    found = _compared(read_draft_config(folder).model_dump() if path.name == NAME else _plain_values(path, target))
-    expected = _compared(draft.model_dump())
-    differing = [name for name in expected if name in found and found[name] != expected[name]]
-    if differing:
-        raise Eagle3Error(
-            "the draft to start from was trained with other settings",
+            "there is no draft to start from",
             where=path,
-            found=", ".join(f"{name}: {_json(found[name])}" for name in differing),
-            expected=", ".join(f"{name}: {_json(expected[name])}" for name in differing),
-            remedy=_remedy(differing, found, target),
+            found=", ".join(pickled) or None,
+            remedy=f"convert it to {WEIGHTS}, as pickled weights are not read: safetensors.torch.save_file("
+            "torch.load(FILE, weights_only=True), OUTPUT)"
+            if pickled
+            else "give the folder of a draft, or set draft.warm_start to null",
         )
+    check_config(folder, draft.config, target)
+    found = {name.replace("midlayer.", "layers.0."): value for name, value in load_file(path).items()}
+    weights = {name: value for name, value in found.items() if name not in _NOT_WEIGHTS}
+    expected = dict(draft.named_parameters())
+    _check_shapes(weights, expected, folder)
+    ids = _target_ids(found, draft.config.vocab_size, path)
+    for name, parameter in expected.items():
+        if name != HEAD:
+            parameter.copy_(weights[name])
+    places = torch.full((draft.config.vocab_size,), -1).index_put_((ids,), torch.arange(len(ids)))[draft.target_ids]
+    known = places >= 0
+    draft.lm_head.weight[known] = weights[HEAD][places[known]].float()
 
 
-def _remedy(differing: list[str], found: dict[str, Any], target: Target) -> str:
-    latent_target = "kv_lora_rank" in target.config
-    fixed = [name for name in differing if name not in _SETTINGS]
-    if latent_target and found.get("head_dim", 0) * found.get("num_attention_heads", 0) == target.hidden_size:
-        # There the size of a head follows from their number.
-        fixed = [name for name in fixed if name != "head_dim"]
-    if found["attention"] == "mla" and not latent_target:
-        fixed.append("attention")
-    if fixed:
-        return (
-            f"no setting of a draft for this target changes {', '.join(fixed)}: give an earlier draft of this target, "
-            "or set draft.warm_start to null"
-        )
-    settings = [f"{_SETTINGS[name]}: {_json(found[name])}" for name in differing if name in _SETTINGS]
-    return f"set {', '.join(settings)}; or draft.warm_start: null"
-
-
-def _compared(values: dict[str, Any]) -> dict[str, Any]:
-    """Return, of the values of a DraftConfig, those that count, in one form; those not given are left out."""
-    values = values | (values["latent"] or {})
-    rope = {key: value for key, value in values["rope_parameters"].items() if value is not None}
-    if rope["rope_type"] == "yarn":
-        rope = _YARN_DEFAULTS | {"original_max_position_embeddings": values.get("max_position_embeddings")} | rope
-    heeded = {"rope_type", "rope_theta", *_ROPE.get(rope["rope_type"], rope)}
-    values["rope_parameters"] = {key: value for key, value in rope.items() if key in heeded}
-    values["aux_layer_ids"] = sorted(values["aux_layer_ids"])
-    return {name: values[name] for name in _COMPARED + _COMPARED_BY_ATTENTION[values["attention"]] if name in values}
-
-
-def _plain_values(path: Path, target: Target) -> dict[str, Any]:
-    """Return what a config.json of vLLM, SGLang or speculators says, under the names of a DraftConfig.
-
-    What it leaves out has the default of the format, or, for the layer, that of transformers' LlamaConfig.
-    """
-    try:
-        config = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
+def _target_ids(found: dict[str, Tensor], vocab_size: int, path: Path) -> Tensor:
+    """Return the target's token of every row of lm_head, [rows] int64."""
+    rows = len(found[HEAD])
+    d2t = found.get("d2t", torch.zeros(rows, dtype=torch.int64))
+    if len(d2t) != rows:
         raise Eagle3Error(
-            "the config of the draft to start from is damaged",
-            where=path,
-            found=error,
-            remedy="copy the earlier draft anew",
-        ) from None
-    if "transformer_layer_config" in config:
-        # Speculators: the layer apart, and this default the other way round.
-        config = {"norm_before_residual": True} | config["transformer_layer_config"] | config
-    heads = config.get("num_attention_heads")
-    head_dim = config["hidden_size"] // heads if heads and config.get("hidden_size") else None
-    latent = {key: config.get(key) for key in LatentShape.model_fields} if config.get("kv_lora_rank") else None
-    values = {
-        **{key: config.get(key) for key in (*_COMPARED, "max_position_embeddings")},
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or head_dim,
-        "hidden_act": config.get("hidden_act", "silu"),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        **{key: bool(config.get(key)) for key in ("fc_norm", "norm_output", "norm_before_residual")},
-    }
-    return {key: value for key, value in values.items() if value is not None} | {
-        "attention": "mla" if latent else "gqa",
-        "latent": latent and {key: value for key, value in latent.items() if value is not None},
-        "rope_parameters": rope_values(config),
-        "aux_layer_ids": _aux_layer_ids(config, target),
-    }
+            "the vocabulary of the draft to start from does not fit its lm_head",
+            where=f"{path}, tensor d2t",
+            found=f"{len(d2t):,} tokens",
+            expected=f"{rows:,}, one for each row of lm_head",
+            remedy="copy the earlier draft again, or set draft.warm_start to null",
+        )
+    ids = torch.arange(rows) + d2t
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise Eagle3Error(
+            "the draft to start from proposes tokens that the target does not have",
+            where=f"{path}, tensor {'d2t' if 'd2t' in found else HEAD}",
+            found=f"{len(outside):,} ids, the first of them {int(outside[0]):,}",
+            expected=f"ids from 0 to {vocab_size - 1:,}",
+            remedy="give an earlier draft of this target, or set draft.warm_start to null",
+        )
+    return ids
 
 
-def _aux_layer_ids(config: dict[str, Any], target: Target) -> list[int]:
-    """Return the layers whose input is read; SGLang's ids, below `eagle_config`, name layers whose output it is.
+def _check_shapes(found: dict[str, Tensor], expected: dict[str, torch.nn.Parameter], folder: Path) -> None:
+    def size(tensors: dict[str, Tensor] | dict[str, torch.nn.Parameter], name: str) -> object:
+        # lm_head may have any number of rows: they are matched by token.
+        shape = list(tensors[name].shape) if name in tensors else "missing"
+        return shape[1:] if name == HEAD and isinstance(shape, list) else shape
 
-    For targets of DeepSeek's type SGLang takes them as they are unless the first is 1 (see `eagle3.stages.export`).
-    """
-    own = config.get("eagle_aux_hidden_state_layer_ids")
-    if own:
-        return list(own)
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not nested:
-        return list(target.aux_layer_ids)
-    as_they_are = "kv_lora_rank" in target.config and nested[0] != 1
-    return list(nested) if as_they_are else [layer_id + 1 for layer_id in nested]
-
-
-def _json(value: object) -> str:
-    return orjson.dumps(value).decode()
+    names = sorted(name for name in found.keys() | expected.keys() if size(found, name) != size(expected, name))
+    if names:
+        raise Eagle3Error(
+            "the tensors of the draft to start from do not fit this draft",
+            where=folder / WEIGHTS,
+            found={name: size(found, name) for name in names},
+            expected={name: size(expected, name) for name in names},
+            remedy="give a draft of the same target and shape, or set draft.warm_start to null",
+        )

@@ -1,10 +1,10 @@
-"""Checkpoints in a stage's work folder: written whole or not at all, rotated, refused when the recipe changed, and
-left out, with a word to the user, when they are damaged.
+"""Checkpoints in a stage's work folder: written atomically, rotated, refused if the run's identity changed, and
+skipped with a message if damaged.
 
-A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far lie in `.checkpoints/best-<n>`. The digests
-of its files are kept beside them, since a flipped byte of a tensor would otherwise train on without a word. All
-randomness of training is a function of the seed, the epoch and the row, so the step number alone fixes the position
-in the data and the state of every generator.
+A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far are in `.checkpoints/best-<n>`. Each folder
+has the digests of its files, since training would otherwise silently continue from a flipped byte. All randomness of
+training is a function of the seed, the epoch and the row, so the step number alone fixes the position in the data and
+the state of every generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.console import say
-from eagle3.draft.training import parallel
+from eagle3.draft import parallel
 from eagle3.errors import Eagle3Error
 from eagle3.files.atomic import sync
 from eagle3.files.hashing import sha256
@@ -34,55 +34,55 @@ class Checkpoints:
 
     Args:
         folder: the stage's work folder.
-        recipe: what must not change between a run and its continuation.
+        identity: what must not change between a run and its continuation.
     """
 
-    def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / FOLDER
         if parallel.rank() == 0:
             self.folder.mkdir(exist_ok=True)
             for left in self.folder.glob("tmp-*"):
                 shutil.rmtree(left)
-            self._check_recipe(recipe)
+            self._check_identity(identity)
             self._remove_damaged()
         parallel.barrier()
 
-    def _check_recipe(self, recipe: Mapping[str, Any]) -> None:
-        path = self.folder / "recipe.json"
+    def _check_identity(self, identity: Mapping[str, Any]) -> None:
+        path = self.folder / "identity.json"
         if not path.exists():
-            write_json(path, recipe)
+            write_json(path, identity)
             return
         before = read_json(path)
-        differing = sorted(key for key in before.keys() | recipe.keys() if before.get(key) != recipe.get(key))
+        differing = sorted(key for key in before.keys() | identity.keys() if before.get(key) != identity.get(key))
         if differing:
             raise Eagle3Error(
-                "a training run cannot continue: its settings or its data changed",
+                "cannot continue the training run: its settings or its data changed",
                 where=self.folder.parent,
-                found={key: recipe.get(key) for key in differing},
+                found={key: identity.get(key) for key in differing},
                 expected={key: before.get(key) for key in differing},
-                remedy="change them back, or use another work folder",
+                remedy="restore them, or use another work folder",
             )
 
     def _remove_damaged(self) -> None:
-        """Remove checkpoints that are not as they were written, or whose best weights are not, and say so."""
-        whole, damaged = [], False
+        """Remove checkpoints whose files, or whose best weights, differ from what was written, and say so."""
+        intact, damaged = [], False
         for path in sorted(self.folder.glob("step-*")):
             try:
                 best = _check(path)["best_step"]
                 if best is not None:
                     _check(self._path("best", best))
-                whole.append(path)
+                intact.append(path)
             except (Eagle3Error, FileNotFoundError) as error:
-                say(f"the checkpoint {path} is damaged and left out: {str(error).splitlines()[0]}")
+                say(f"the checkpoint {path} is damaged and was removed: {str(error).splitlines()[0]}")
                 shutil.rmtree(path)
                 damaged = True
         if damaged:
-            say(f"training goes on from {whole[-1].name}" if whole else "no checkpoint is left: training starts anew")
+            say(f"training resumes from {intact[-1].name}" if intact else "no checkpoint is left: training starts over")
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Write a checkpoint: file name -> tensors, and JSON state whose `best_step` names the best weights.
 
-        Checkpoints beyond the last two go, and best weights that none of those names.
+        Removes all checkpoints except the last two, and best weights that neither of them names.
         """
         self._write(self._path("step", step), tensors, state)
         paths = sorted(self.folder.glob("step-*"))
@@ -94,7 +94,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def save_best(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Keep the best weights so far; they last from the next `save` that names them."""
+        """Write the best weights so far; the next `save` must name them, or it removes them."""
         self._write(self._path("best", step), {"model": weights}, state)
 
     def latest(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None:
@@ -120,21 +120,21 @@ class Checkpoints:
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
-        # Only best weights that no checkpoint names yet can stand there, left by a killed run.
+        # Only best weights that no checkpoint names yet can be here, left by a killed run.
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         sync(path.parent)
 
 
 def _check(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint whose files are all there, each as it was written.
+    """Check a checkpoint's files against their digests, and return its state.
 
     Raises:
-        Eagle3Error, FileNotFoundError: one is not.
+        Eagle3Error, FileNotFoundError: a file is damaged or missing.
     """
     for name, digest in read_json(path / DIGESTS).items():
         if sha256(path / name) != digest:
-            raise Eagle3Error(f"{name} is not what was written", where=path)
+            raise Eagle3Error(f"{name} differs from what was written", where=path)
     state: dict[str, Any] = read_json(path / STATE)
     return state
 

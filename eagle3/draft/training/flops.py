@@ -1,6 +1,6 @@
-"""The floating-point operations of a training pass, counted from what is computed; a multiply-add counts as two.
+"""The floating-point operations of a training pass; a multiply-add counts as two.
 
-Element-wise work is left out, and so is what kernels compute and throw away (masked blocks, empty queries).
+Element-wise work is not counted, nor is what kernels compute and discard (masked blocks, empty queries).
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from eagle3.draft.data.row import Row
 from eagle3.draft.model.config import DraftConfig
 
-# Gradients of a product are two more products; of flash attention, which computes the scores again, 2.5 times as much.
+# The gradients of a product are two more products; those of flash attention, which recomputes the scores, 2.5 times
+# its forward.
 PRODUCT, WEIGHT_ONLY, ATTENTION = 3.0, 2.0, 3.5
 
 
@@ -20,7 +21,7 @@ def training_flops(config: DraftConfig, row: Row) -> float:
     value_dim = config.latent.v_head_dim if config.latent else config.head_dim
     heads = config.num_attention_heads
     keys = context + sum(row.alive[1:])
-    # Norms before `fc` learn from the gradient of what it reads.
+    # Norms before `fc` need the gradient of its input.
     combined = (PRODUCT if config.fc_norm else WEIGHT_ONLY) * context * len(config.aux_layer_ids) * H * H
     tokens = PRODUCT * H * (roots * q + context * kv)
     features = PRODUCT * (pairs * (H * q + q_latent) + keys * (H * kv + kv_latent))
@@ -32,7 +33,7 @@ def training_flops(config: DraftConfig, row: Row) -> float:
 
 
 def _projection_sizes(config: DraftConfig) -> tuple[int, int, int, int]:
-    """Outputs of the projections that read H, and the weights of MLA's second ones."""
+    """Return the outputs of the projections that read H, and the weights of MLA's second projections."""
     heads = config.num_attention_heads
     if config.latent is None:
         return heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim, 0, 0
@@ -46,7 +47,7 @@ def _projection_sizes(config: DraftConfig) -> tuple[int, int, int, int]:
 
 
 def _visible_keys(row: Row) -> float:
-    """Step-0 keys that all queries of the row see together."""
+    """Return the number of (query, visible key) pairs of step 0."""
     total = 0.0
     for i in range(len(row.segments.q) - 1):
         queries = row.segments.q[i + 1] - row.segments.q[i]

@@ -1,4 +1,4 @@
-"""What is reported of the draft: sums first, ratios last."""
+"""Training and evaluation metrics: sums over rows first, ratios last."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.acceptance.figures import Drafted
+from eagle3.acceptance.figures import GenerationCounts
 from eagle3.draft.data.row import Row
 from eagle3.draft.unroll.objective import LossOutput
 
 
 class Tally:
-    """Sums over rows, kept on the device, one column per step t.
+    """Sums over rows, kept on the device, one column per TTT step t.
 
-    A draft is correct only if it is the target's most likely token over the *whole* vocabulary.
+    A draft token is correct only if it is the target's most likely token over the *whole* vocabulary.
     """
 
     COUNT, LOSS, CORRECT, CHAINS, UNBROKEN = range(5)
@@ -26,13 +26,13 @@ class Tally:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.sums = torch.zeros(5, unroll, dtype=dtype, device=device)
 
-    def add(self, row: Row, outcome: LossOutput) -> None:
+    def add(self, row: Row, output: LossOutput) -> None:
         """Count every (step, root) pair of a row."""
         # Tables of steps and roots: those alive at a step are its first ones.
         place = torch.arange(len(row.order), device=row.starts.device)
         alive = place < row.starts.diff()[:, None]
         pairs = (row.starts[:-1, None] + place).clamp_max(len(row.pairs) - 1)
-        loss, correct = outcome.loss[pairs].masked_fill_(~alive, 0), outcome.correct[pairs] & alive
+        loss, correct = output.loss[pairs].masked_fill_(~alive, 0), output.correct[pairs] & alive
         unbroken = correct.cumprod(0)
         chains = alive.clone()
         chains[1:].logical_and_(unbroken[:-1])
@@ -40,17 +40,17 @@ class Tally:
         self.sums[:, : len(alive)].add_(torch.stack([column.sum(1, dtype=self.sums.dtype) for column in columns]))
 
     def reduce(self) -> Tally:
-        """Add up the sums of all ranks, on every rank."""
+        """Add up the sums of all processes, on every process."""
         if dist.is_initialized():
             dist.all_reduce(self.sums)
         return self
 
     def read(self) -> dict[str, list[float]]:
-        """Return the ratios and start anew.
+        """Return the ratios and reset the sums.
 
         Returns:
-            per step: `loss` (mean), `accuracy` (share of correct drafts), `conditional` (the same where all
-            earlier drafts of the chain were correct).
+            per step: `loss` (mean), `accuracy` (share of correct draft tokens), `conditional` (the same where all
+            earlier draft tokens of the chain were correct).
         """
         count, loss, correct, chains, unbroken = self.sums.clone().cpu()
         self.sums.zero_()
@@ -62,7 +62,7 @@ class Tally:
 
 
 def expected_acceptance_length(conditional: Sequence[float]) -> float:
-    """Return 1 + sum_{t<k} prod_{i<=t} conditional_i: tokens per verification of a greedy chain of k drafts."""
+    """Return 1 + sum_{t<k} prod_{i<=t} conditional_i: tokens per verification of a greedy chain of k tokens."""
     length, unbroken = 1.0, 1.0
     for rate in conditional:
         unbroken *= rate
@@ -70,12 +70,12 @@ def expected_acceptance_length(conditional: Sequence[float]) -> float:
     return length
 
 
-def accepted_drafts(row: Row, outcome: LossOutput, target_ids: Tensor, drafts: int) -> list[int]:
-    """Return for every root, in position order, how many leading drafts equal the tokens that follow [R]."""
-    hits = (target_ids[outcome.drafted] == row.labels[row.ahead]).split(row.alive)
+def accepted_draft_tokens(row: Row, output: LossOutput, target_ids: Tensor, draft_tokens: int) -> list[int]:
+    """Return for every root, in position order, how many leading draft tokens equal the tokens that follow [R]."""
+    hits = (target_ids[output.drafted] == row.labels[row.ahead]).split(row.alive)
     accepted = torch.zeros(len(row.order), dtype=torch.int64, device=row.order.device)
     unbroken: Tensor | None = None
-    for hit in hits[:drafts]:
+    for hit in hits[:draft_tokens]:
         unbroken = hit if unbroken is None else unbroken[: len(hit)] & hit
         accepted[: len(hit)] += unbroken
     in_position_order = torch.empty_like(accepted)
@@ -84,24 +84,26 @@ def accepted_drafts(row: Row, outcome: LossOutput, target_ids: Tensor, drafts: i
     return result
 
 
-def replay(accepted: Sequence[int], source: str, drafts: int, sample: str = "") -> Drafted:
+def replay(accepted: Sequence[int], source: str, draft_tokens: int, sample: str = "") -> GenerationCounts:
     """Walk one generated span as serving would.
 
     Args:
-        accepted: for the span's roots in order, how many leading drafts are kept there.
+        accepted: for the span's roots in order, how many leading draft tokens are accepted there.
         source: where the prompt came from.
-        drafts: drafts per step (k).
+        draft_tokens: tokens per step (k).
         sample: id of the sample.
 
     Returns:
-        steps and kept drafts of the walk p -> p + accepted + 1 from the span's first root.
+        steps and accepted tokens of the walk p -> p + accepted + 1 from the span's first root.
     """
-    kept = []
+    steps = []
     place = 0
     while place < len(accepted):
-        kept.append(accepted[place])
+        steps.append(accepted[place])
         place += accepted[place] + 1
-    return Drafted(source, len(kept), [sum(n > position for n in kept) for position in range(drafts)], sample)
+    return GenerationCounts(
+        source, len(steps), [sum(n > position for n in steps) for position in range(draft_tokens)], sample
+    )
 
 
 def _ratios(part: Tensor, whole: Tensor) -> list[float]:

@@ -1,4 +1,4 @@
-"""How fast training runs, for GPUs: `timing.jsonl`, the one file of the artifact that differs between equal runs."""
+"""Training speed on GPUs: `timing.jsonl`, the only file of the artifact that differs between identical runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from eagle3.draft import parallel
 from eagle3.draft.data.row import Row
 from eagle3.draft.model.config import DraftConfig
-from eagle3.draft.training import parallel
 from eagle3.draft.training.flops import training_flops
 
 
 class Timing:
-    """Counts what one process does between two lines of the log."""
+    """Counts the work of one process between two lines of the log."""
 
     def __init__(self, config: DraftConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -26,7 +26,7 @@ class Timing:
         self.started, self.waited, self.flops, self.tokens, self.supervised = time.perf_counter(), 0.0, 0.0, 0, 0
 
     def wait(self, seconds: float) -> None:
-        """Count time in which no row was ready."""
+        """Count time spent waiting for a row."""
         self.waited += seconds
 
     def add(self, row: Row) -> None:
@@ -36,7 +36,7 @@ class Timing:
         self.supervised += len(row.order)
 
     def read(self, step: int) -> dict[str, Any]:
-        """Return the rates since the last call; the device must have finished."""
+        """Return the rates since the last call; the device must be synchronised."""
         seconds, processes = time.perf_counter() - self.started, parallel.world()
         line = {
             "step": step,
@@ -52,7 +52,7 @@ class Timing:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Measure the device's rate in bf16 matrix products, in FLOP/s: what it can do rather than what was promised."""
+    """Measure the device's rate in bf16 matrix products, in FLOP/s: the real one, not the data sheet's."""
     size, repeats = 8192, 20
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     seconds = []

@@ -1,4 +1,4 @@
-"""What the log says, drawn while the training runs: TensorBoard and Weights & Biases, both optional installs."""
+"""Trackers: TensorBoard and Weights & Biases show the log while training runs. Both are optional installs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def trackers(machine: MachineSettings, name: str, step: int, settings: Mapping[s
     Args:
         machine: which trackers.
         name: of the run, the same when it continues.
-        step: the last step done before; points after it are drawn anew.
-        settings: shown beside the run.
+        step: the last step before this start; points after it are replaced.
+        settings: shown with the run.
 
     Yields:
         a function that takes the kind of a record and the record.
@@ -49,7 +49,7 @@ def scalars(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in record.items():
         parts = {f"{name}/{t}": part for t, part in enumerate(value)} if isinstance(value, list) else {name: value}
-        # Rates of what never happened are None.
+        # Ratios without any case are None.
         found |= {f"{kind}/{tag}": part for tag, part in parts.items() if isinstance(part, int | float)}
     del found[f"{kind}/step"]
     return found
@@ -73,7 +73,7 @@ def _wandb(
     stack: ExitStack, project: str, name: str, settings: Mapping[str, Any]
 ) -> Callable[[Mapping[str, float], int], None]:
     wandb = _require("wandb")
-    # Where it writes and whom it calls are its own settings, read from the environment.
+    # Where it writes and which server it uses are its own settings, read from the environment.
     run = stack.enter_context(wandb.init(project=project, id=name, resume="allow", config=dict(settings)))
 
     def write(values: Mapping[str, float], step: int) -> None:

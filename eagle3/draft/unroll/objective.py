@@ -80,7 +80,7 @@ def projected_loss(
         hidden: h_t of all steps [M, H], from `unroll`.
         lm_head: [Vd, H].
         teacher: the target's head.
-        row: the row that `hidden` belongs to, built with summaries.
+        row: the row that `hidden` belongs to, with its teacher stats.
         objective: loss and step weights.
         totals: for every step, the number of positions with m_t = 1 over all rows and ranks of the optimiser step.
     """
@@ -91,8 +91,8 @@ def projected_loss(
     # In the order of `pairs`, and of teachers.
     gradient = torch.empty_like(hidden) if lm_head.gradients else None
     losses, choices = [], []
-    assert row.summary is not None
-    whole = loss_target(*row.summary, one_hot=LOSSES[objective.loss].one_hot, true_mass=objective.true_mass)
+    assert row.teacher_stats is not None
+    whole = loss_target(*row.teacher_stats, one_hot=LOSSES[objective.loss].one_hot, true_mass=objective.true_mass)
     for taught, chunk in _chunks(row, len(lm_head.value), device):
         target_logits = project(row.teacher[taught], *teacher)
         states = hidden.index_select(0, row.pairs[chunk])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.model.config import DraftConfig, LatentShape
 from eagle3.draft.model.network import Draft
 from eagle3.draft.ops import logits
@@ -105,7 +105,7 @@ def run(
     draft = draft.to(device)
     draft.zero_grad()
     weights = prepare(draft, dtype, float8=float8)
-    row = row.taught([Summariser(head, draft.target_ids, device, dtype)(row.teacher)]).to(device)
+    row = row.with_teacher_stats([TeacherHead(head, draft.target_ids, device, dtype)(row.teacher)]).to(device)
     teacher = Teacher.of(head, draft.target_ids, device, dtype)
     # On the true mass nothing depends on which of two almost equal logits is larger.
     objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss, true_mass=True), sampled=False)
@@ -206,10 +206,10 @@ def test_a_step_never_waits_for_the_gpu(shape: str, settings: dict[str, Any], tm
         for number in numbers:
             steps.take(number)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            float(steps.run.skipped)
+            float(steps.trainer.skipped)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert float(steps.run.skipped) == 0
+    assert float(steps.trainer.skipped) == 0
 
 
 def compiled_kernels() -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.data.row import Row, build_row
-from eagle3.draft.data.teacher import Summariser
+from eagle3.draft.data.teacher import TeacherHead
 from eagle3.draft.ops import causal_attention, logits
 from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
 from eagle3.draft.unroll.unroll import unroll
@@ -50,15 +50,15 @@ class Watch(TorchDispatchMode):
 
 
 def watch(lengths: list[int], loss: Loss = "kl", **changes: Any) -> tuple[Row, Watch, Watch]:
-    """Return a row of answers of these lengths, the tensors of its training step, and those of its summary."""
+    """Return a row of answers of these lengths, the tensors of its training step, and those of its teacher stats."""
     generator = torch.Generator().manual_seed(1)
     draft = random_draft(tiny_config(vocab_size=V, draft_vocab_size=Vd, **changes), generator)
     head = random_head(generator, vocabulary=V)
     spans = [[(2, 2 + length)] for length in lengths]
     samples = [random_states(str(i), span[0][1], span, generator) for i, span in enumerate(spans)]
     row = build_row(list(zip(samples, spans, strict=True)), UNROLL)
-    with Watch() as summary:
-        row = row.taught([Summariser(head, draft.target_ids, CPU, torch.float32)(row.teacher)])
+    with Watch() as stats:
+        row = row.with_teacher_stats([TeacherHead(head, draft.target_ids, CPU, torch.float32)(row.teacher)])
     teacher = Teacher.of(head, draft.target_ids, CPU, torch.float32)
     objective = Objective.of(DraftSettings(unroll=UNROLL, loss=loss), sampled=False)
     with Watch() as step:
@@ -67,25 +67,25 @@ def watch(lengths: list[int], loss: Loss = "kl", **changes: Any) -> tuple[Row, W
         # Losses are weighed by counts; here any will do.
         outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * UNROLL)
         hidden.backward(outcome.gradient)
-    return row, step, summary
+    return row, step, stats
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["gqa", "mla"])
 def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)
     monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", 32 * 4 * V)
-    row, step, summary = watch([LENGTH], latent=latent)
+    row, step, stats = watch([LENGTH], latent=latent)
     C = len(row.positions)
     assert step.largest < C * min(C, Vd)
-    assert summary.largest < C * min(C, V)
+    assert stats.largest < C * min(C, V)
     # The watch does see them where they exist.
     monkeypatch.setattr(causal_attention, "BLOCK", WHOLE)
     assert watch([LENGTH], latent=latent)[1].largest >= C * C
     monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)
     monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", WHOLE)
-    row, step, summary = watch([LENGTH], latent=latent)
+    row, step, stats = watch([LENGTH], latent=latent)
     assert step.rows(Vd) == sum(row.alive)
-    assert summary.rows(V) == len(row.order)
+    assert stats.rows(V) == len(row.order)
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
@@ -96,6 +96,6 @@ def test_a_chunk_of_logits_keeps_to_its_bytes(
     lengths: list[int], fits: int, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", fits * 4 * Vd)
-    _, step, summary = watch(lengths, loss)
+    _, step, stats = watch(lengths, loss)
     assert step.rows(Vd) <= fits
-    assert summary.rows(V) <= max(fits * Vd // V, 1)
+    assert stats.rows(V) <= max(fits * Vd // V, 1)

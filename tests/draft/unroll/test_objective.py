@@ -19,7 +19,7 @@ from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
 from eagle3.draft.unroll.unroll import unroll
 from eagle3.draft.unroll.weights import prepare
 from eagle3.target.weights import HeadWeights
-from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
+from tests.draft.conftest import H, V, random_draft, random_head, random_states, tiny_config, with_teacher_stats
 
 UNROLL = 4
 SPANS = [[(6, 16)], [(3, 5), (9, 20)]]
@@ -75,7 +75,7 @@ def test_chunked_loss_equals_dense_float64(
     head = random_head(generator)
     ids = torch.randperm(V, generator=generator)[:41].sort().values
     samples = [random_states(str(i), spans[-1][1], spans, generator) for i, spans in enumerate(SPANS)]
-    row = taught(build_row(list(zip(samples, SPANS, strict=True)), UNROLL), head, ids)
+    row = with_teacher_stats(build_row(list(zip(samples, SPANS, strict=True)), UNROLL), head, ids)
     outputs = [torch.randn(n, H, generator=generator) for n in row.alive]
     lm_head = torch.randn(41, H, generator=generator) / 4
 
@@ -104,7 +104,7 @@ def test_a_draft_is_correct_only_if_it_is_the_best_token_of_the_whole_vocabulary
     head = random_head(generator)
     ids = torch.arange(0, V, 3)
     states = random_states("a", 40, [(1, 40)], generator)
-    row = taught(build_row([(states, [(1, 40)])], 1), head, ids)
+    row = with_teacher_stats(build_row([(states, [(1, 40)])], 1), head, ids)
     teacher = Teacher.of(head, ids, torch.device("cpu"), torch.float32)
     # A student that knows the target's head exactly is right exactly where the target's choice is in its vocabulary.
     hidden = torch.nn.functional.rms_norm(row.teacher[row.order], (H,), head.norm, head.rms_norm_eps)
@@ -127,7 +127,7 @@ def test_positions_without_loss_have_exactly_zero_gradient() -> None:
     spans = [(6, 12)]
     states = random_states("a", 20, spans, generator)
     aux = states.aux.requires_grad_()
-    row = taught(build_row([(states, spans)], UNROLL), head, draft.target_ids)
+    row = with_teacher_stats(build_row([(states, spans)], UNROLL), head, draft.target_ids)
     weights = prepare(draft, torch.float32)
     teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
     hidden = unroll(weights, row, embedding)
@@ -169,7 +169,7 @@ def test_sampled_unroll_has_the_exact_gradient_as_its_expectation() -> None:
         weights = prepare(draft, torch.float32)
         hidden = unroll(weights, row, head.embedding)
         objective = Objective.of(settings, sampled=sampled)
-        row = taught(row, head, draft.target_ids)
+        row = with_teacher_stats(row, head, draft.target_ids)
         outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, exact_row.alive)
         hidden.backward(outcome.gradient)
         return torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]).double()

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.config.draft import DraftSettings
-from eagle3.draft.data import teacher as summary
+from eagle3.draft.data import teacher as teacher_stats
 from eagle3.draft.ops import logits
 from eagle3.draft.training import optimizer
 from eagle3.draft.unroll import objective
@@ -56,7 +56,7 @@ def test_a_step_asks_for_no_value(
         run.take(0)
         run.take(1)
         assert not asked.operations
-        float(run.run.skipped)
+        float(run.trainer.skipped)
         assert len(asked.operations) == 1
 
 
@@ -64,7 +64,7 @@ def test_new_lengths_rarely_recompile(tmp_path: Path, monkeypatch: pytest.Monkey
     """What is compiled on a GPU is traced here, where compiling would take minutes."""
     # Many chunks a row, the last one of any length.
     monkeypatch.setitem(logits.CHUNK_BYTES, "cpu", 1 << 17)
-    for module, name in ((objective, "value_and_gradient"), (summary, "_summarise")):
+    for module, name in ((objective, "value_and_gradient"), (teacher_stats, "_teacher_stats")):
         monkeypatch.setattr(module, name, torch.compile(getattr(module, name).__wrapped__, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

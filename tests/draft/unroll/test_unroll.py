@@ -18,7 +18,7 @@ from eagle3.draft.unroll.objective import Objective, Teacher, projected_loss
 from eagle3.draft.unroll.reference import ReferenceChain
 from eagle3.draft.unroll.unroll import unroll
 from eagle3.draft.unroll.weights import prepare
-from tests.draft.conftest import H, V, random_draft, random_head, random_states, taught, tiny_config
+from tests.draft.conftest import H, V, random_draft, random_head, random_states, tiny_config, with_teacher_stats
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle-3": {},
@@ -153,7 +153,7 @@ def test_a_pass_makes_its_tensors_where_its_inputs_are(name: str) -> None:
     generator = torch.Generator().manual_seed(6)
     states = random_states("a", 30, [(3, 20)], generator)
     head, draft = random_head(generator), random_draft(tiny_config(**VARIANTS[name]), generator)
-    row = taught(build_row([(states, [(3, 20)])], unroll=3), head, draft.target_ids)
+    row = with_teacher_stats(build_row([(states, [(3, 20)])], unroll=3), head, draft.target_ids)
     teacher = Teacher.of(head, draft.target_ids, torch.device("cpu"), torch.float32)
     objective = Objective.of(DraftSettings(unroll=3), sampled=False)
 

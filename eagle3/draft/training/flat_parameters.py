@@ -1,6 +1,6 @@
-"""Parameters in one flat buffer and their gradients in another, of which every rank owns one share (ZeRO).
+"""Parameters in one flat buffer and their gradients in another, of which every process owns one share (ZeRO).
 
-Ranks sum gradients with one reduce-scatter; each updates its share; one all-gather spreads the result.
+One reduce-scatter sums the gradients, each process updates its share, and one all-gather distributes the result.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.draft.training import parallel
+from eagle3.draft import parallel
 
 
-class Shards:
-    """Owns the storage of its parameters: after construction they and their gradients are views into it."""
+class FlatParameters:
+    """Owns the storage of its parameters: once constructed, they and their gradients are views of it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], share: int) -> None:
-        """Put every parameter at its offset; rank r owns what lies in r*share .. (r+1)*share-1."""
+        """Put every parameter at its offset; the process of rank r owns the elements r*share .. (r+1)*share-1."""
         device = parameters[0].device
         self.places = [slice(at, at + p.numel()) for at, p in zip(offsets, parameters, strict=True)]
         self.values = torch.zeros(share * parallel.world(), device=device)
@@ -28,23 +28,25 @@ class Shards:
             parameter.data = self.values[place].view_as(parameter)
             parameter.grad = self.gradients[place].view_as(parameter)
         self.own = slice(parallel.rank() * share, (parallel.rank() + 1) * share)
-        # What this rank owns: masters, and the summed gradients.
+        # This process's share: master weights, and the summed gradients.
         self.masters = self.values[self.own]
-        self.shard = self.gradients[self.own] if not dist.is_initialized() else torch.zeros(share, device=device)
+        self.own_gradients = (
+            self.gradients[self.own] if not dist.is_initialized() else torch.zeros(share, device=device)
+        )
 
     def reduce(self) -> None:
-        """Sum the gradients of all ranks into `shard`."""
+        """Sum the gradients of all processes into `own_gradients`."""
         if dist.is_initialized():
-            dist.reduce_scatter_tensor(self.shard, self.gradients)
+            dist.reduce_scatter_tensor(self.own_gradients, self.gradients)
 
     def publish(self) -> None:
-        """Give the masters to all ranks, and clear the gradients; an optimiser has cleared `shard`."""
+        """Send the masters to all processes, and clear the gradients; an optimiser has cleared `own_gradients`."""
         if dist.is_initialized():
             dist.all_gather_into_tensor(self.values, self.masters.clone())
             self.gradients.zero_()
 
     def collect(self, own: Tensor) -> Tensor:
-        """Return the shares of all ranks as one tensor on the CPU, the same for any number of ranks."""
+        """Return the shares of all processes as one tensor on the CPU, the same for any number of processes."""
         whole = own
         if dist.is_initialized():
             whole = torch.empty_like(self.values)
@@ -52,7 +54,7 @@ class Shards:
         return torch.cat([whole[place] for place in self.places]).cpu()
 
     def own_part(self, collected: Tensor) -> Tensor:
-        """Return this rank's share of what `collect` returned."""
+        """Return this process's share of what `collect` returned."""
         whole = torch.zeros_like(self.values)
         sizes = [place.stop - place.start for place in self.places]
         for place, part in zip(self.places, collected.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""Data parallel training on one host: one process per GPU, or, for tests, several on the CPU."""
+"""Several processes that train together on one host: one per GPU or, in tests, several on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def world() -> int:
 
 
 def rank() -> int:
-    """Number of this process."""
+    """Rank of this process, 0 to world() - 1."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -36,7 +36,7 @@ def barrier() -> None:
 
 
 def gather(value: list[T]) -> list[T]:
-    """Return the lists of all processes, joined in the order of ranks."""
+    """Return the lists of all processes, joined by rank."""
     if not dist.is_initialized():
         return value
     parts: list[list[T]] = [[] for _ in range(world())]
@@ -50,15 +50,15 @@ def any_process(flag: bool) -> bool:
 
 
 def launch(processes: int, work: Callable[[], None]) -> None:
-    """Run `work` in several processes that can talk to each other, and wait for them.
+    """Run `work` in several connected processes, and wait for them.
 
-    SIGTERM is passed on. A process that fails ends the others.
+    SIGTERM is passed on. If a process fails, the others are ended.
 
     Raises:
-        Eagle3Error: as the first process that failed said.
+        Eagle3Error: the first process that failed raised it, or was killed.
     """
-    with tempfile.TemporaryDirectory(prefix="eagle3-") as meeting:
-        arguments = (processes, meeting, work)
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as rendezvous:
+        arguments = (processes, rendezvous, work)
         context = start_processes(_process, arguments, processes, join=False, start_method="spawn")
         assert context is not None
 
@@ -76,29 +76,29 @@ def launch(processes: int, work: Callable[[], None]) -> None:
                 raise Eagle3Error(
                     f"process {failure.error_index} of {processes} was killed",
                     found=failure.signal_name,
-                    remedy="see whether memory ran out (dmesg); another start goes on from the last checkpoint",
+                    remedy="check whether memory ran out (dmesg); the next run resumes from the last checkpoint",
                 ) from None
             raise SystemExit(failure.exit_code) from None
         except ProcessRaisedException:
-            said = Path(meeting, "error")
-            if said.exists():
-                raise Eagle3Error(said.read_text()) from None
+            message = Path(rendezvous, "error")
+            if message.exists():
+                raise Eagle3Error(message.read_text()) from None
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
 
 
-def _process(number: int, processes: int, meeting: str, work: Callable[[], None]) -> None:
+def _process(number: int, processes: int, rendezvous: str, work: Callable[[], None]) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(number)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    store = f"file://{meeting}/store"
+    store = f"file://{rendezvous}/store"
     dist.init_process_group(backend, init_method=store, rank=number, world_size=processes)
     try:
         work()
     except Eagle3Error as error:
-        Path(meeting, "error").write_text(str(error))
+        Path(rendezvous, "error").write_text(str(error))
         raise
     finally:
         dist.destroy_process_group()

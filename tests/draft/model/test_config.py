@@ -61,5 +61,5 @@ def test_multimodal_rope_is_ordinary_rope_in_text(config: Any, rotations: Any, e
 
 def test_rope_of_several_kinds_is_refused() -> None:
     kinds = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
-    with pytest.raises(Eagle3Error, match=r"not the same for all layers(.|\n)*config.json(.|\n)*full_attention"):
+    with pytest.raises(Eagle3Error, match=r"differs between layers(.|\n)*config.json(.|\n)*full_attention"):
         config_of(kinds)

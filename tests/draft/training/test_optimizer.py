@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle3.config.draft import DraftSettings
-from eagle3.draft.training import optimizer, parallel
+from eagle3.draft import parallel
+from eagle3.draft.training import optimizer
 from eagle3.draft.training.muon import MOMENTUM, orthogonal
-from eagle3.draft.training.optimizer import Optimizer, learning_rate
+from eagle3.draft.training.optimizer import Optimizer
+from eagle3.draft.training.schedule import learning_rate
 
 RATE, DECAY = 0.01, 0.1
 SHAPES = {"fc.weight": (24, 40), "down.weight": (40, 24), "lm_head.weight": (30, 24), "norm.weight": (24,)}

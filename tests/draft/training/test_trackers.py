@@ -11,8 +11,8 @@ import pytest
 
 from eagle3.config.draft import DraftSettings
 from eagle3.config.machine import MachineSettings
-from eagle3.draft.training import run
 from eagle3.draft.training.trackers import scalars
+from eagle3.draft.training.trainer import Trainer
 from eagle3.errors import Eagle3Error
 from eagle3.stages import draft as train
 from tests.draft.conftest import Inputs
@@ -46,14 +46,14 @@ def test_tensorboard_shows_the_log_of_a_run_that_was_stopped_and_continued(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    step = run.Run._step
+    step = Trainer._step
 
-    def stop(self: run.Run, number: int, stream: Any) -> None:
+    def stop(self: Trainer, number: int, stream: Any) -> None:
         step(self, number, stream)
         if number == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run.Run, "_step", stop)
+    monkeypatch.setattr(Trainer, "_step", stop)
     with pytest.raises(KeyboardInterrupt):
         make(inputs, tmp_path / "run", tensorboard=str(tmp_path / "board"))
     monkeypatch.undo()

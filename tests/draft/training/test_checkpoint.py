@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert found[0]["model"]["w"].tolist() == [4] * 8
     said = capsys.readouterr().err
     assert f"{path.parent} is damaged" in said
-    assert "goes on from step-000000004" in said
+    assert "resumes from step-000000004" in said
     kept.save(5, found[0], found[1])
     assert names(tmp_path, "step") == ["step-000000004", "step-000000005"]
 
@@ -70,7 +70,7 @@ def test_one_bit_of_a_tensor_is_damage(file: str, tmp_path: Path, capsys: pytest
     path.write_bytes(content)
     found = Checkpoints(tmp_path, {}).latest()
     assert (found and found[1]["step"]) == (4 if file.startswith("step") else None)
-    assert f"{path.name} is not what was written" in capsys.readouterr().err
+    assert f"{path.name} differs from what was written" in capsys.readouterr().err
 
 
 def test_without_the_best_weights_that_it_names_a_checkpoint_is_damaged(
@@ -84,7 +84,7 @@ def test_without_the_best_weights_that_it_names_a_checkpoint_is_damaged(
     (tmp_path / FOLDER / "best-000000004" / "model.safetensors").write_bytes(b"")
     capsys.readouterr()
     assert Checkpoints(tmp_path, {}).latest() is None
-    assert "starts anew" in capsys.readouterr().err
+    assert "starts over" in capsys.readouterr().err
 
 
 def test_whole_checkpoints_are_nothing_to_talk_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

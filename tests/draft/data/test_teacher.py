@@ -1,4 +1,4 @@
-"""Summaries of the target's whole distribution: the definition, and what another start of a run finds."""
+"""Teacher stats: the definition, and what the next start of a run finds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3.draft.data.row import Summary
-from eagle3.draft.data.teacher import Summaries, Summariser, kept
+from eagle3.draft.data.row import TeacherStats
+from eagle3.draft.data.teacher import StatsBySample, TeacherHead, cached_stats
 from tests.draft.conftest import H, V, random_head
 
 
@@ -15,7 +15,7 @@ def test_most_likely_tokens_and_sums_over_both_vocabularies() -> None:
     generator = torch.Generator().manual_seed(1)
     head, ids = random_head(generator), torch.arange(1, V, 4)
     states = torch.randn(50, H, generator=generator)
-    top, lse, draft_lse, negentropy = Summariser(head, ids, torch.device("cpu"), torch.float32)(states)
+    top, lse, draft_lse, negentropy = TeacherHead(head, ids, torch.device("cpu"), torch.float32)(states)
     normed = states.double() / (states.double().pow(2).mean(-1, keepdim=True) + head.rms_norm_eps).sqrt() * head.norm
     for place, logits in enumerate(normed @ head.lm_head.double().T):
         best = int(logits.argmax())
@@ -30,16 +30,18 @@ def test_most_likely_tokens_and_sums_over_both_vocabularies() -> None:
 def test_another_start_finds_them_unless_they_were_made_from_something_else(tmp_path: Path) -> None:
     made = []
 
-    def make() -> Summaries:
-        made.append(Summaries(["a", "b"], [2, 3], Summary(torch.arange(5, dtype=torch.int32), *torch.rand(3, 5))))
+    def make() -> StatsBySample:
+        made.append(
+            StatsBySample(["a", "b"], [2, 3], TeacherStats(torch.arange(5, dtype=torch.int32), *torch.rand(3, 5)))
+        )
         return made[-1]
 
-    path = tmp_path / ".summaries"
-    kept(path, "one", make)
-    again = kept(path, "one", make)
+    path = tmp_path / ".teacher-stats"
+    cached_stats(path, "one", make)
+    again = cached_stats(path, "one", make)
     assert len(made) == 1
     assert again["b"].top.tolist() == [2, 3, 4]
     assert torch.equal(again["a"].lse, made[0]["a"].lse)
-    kept(path, "two", make)
+    cached_stats(path, "two", make)
     assert len(made) == 2
-    assert torch.equal(kept(path, "two", make)["b"].lse, made[1]["b"].lse)
+    assert torch.equal(cached_stats(path, "two", make)["b"].lse, made[1]["b"].lse)

@@ -1,4 +1,4 @@
-"""First weights: the target's, or those of an earlier draft of the same settings, whatever its format."""
+"""The weights that training starts from: the target's, or those of an earlier draft model in any format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from eagle3.config.draft import DraftSettings
 from eagle3.draft.model.config import DraftConfig
-from eagle3.draft.model.first_weights import start, take_over
+from eagle3.draft.model.initialization import initialize
 from eagle3.draft.model.network import Draft
+from eagle3.draft.model.warm_start import load_warm_start
 from eagle3.errors import Eagle3Error
 from eagle3.export.formats import plain_config, speculators_config
 from eagle3.target.pin import Target
@@ -45,7 +46,7 @@ def test_the_draft_starts_as_a_reading_of_the_last_auxiliary_state_unless_told_o
     aux = torch.randn(5, 3 * H, generator=generator)
     for settings, reads in ((DraftSettings(), True), (DraftSettings(start="random"), False)):
         draft = random_draft(tiny_config(), generator)
-        start(draft, settings, target, head)
+        initialize(draft, settings, target, head)
         assert torch.equal(draft.fc(aux), aux[:, -H:]) == reads
         assert torch.equal(draft.lm_head.weight, head.lm_head[draft.target_ids])
         assert torch.equal(draft.norm.weight, head.norm)
@@ -61,7 +62,7 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     extra = {"d2t": old.d2t, "t2d": old.t2d, "embed_tokens.weight": torch.zeros(V, H)}
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     before = new.lm_head.weight.detach().clone()
-    take_over(new, tmp_path, TARGET)
+    load_warm_start(new, tmp_path, TARGET)
     for (name, ours), theirs in zip(new.named_parameters(), old.parameters(), strict=True):
         if name != "lm_head.weight":
             assert torch.equal(ours, theirs.bfloat16().float())
@@ -80,7 +81,7 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     [
         (lambda d2t: d2t + V, rf"tokens that the target does not have(.|\n)*d2t(.|\n)*41 ids(.|\n)*0 to {V - 1}"),
         (lambda d2t: d2t - V, r"does not have(.|\n)*d2t(.|\n)*41 ids, the first of them -"),
-        (lambda d2t: d2t[:-1], r"not that of its lm_head(.|\n)*40 tokens(.|\n)*41"),
+        (lambda d2t: d2t[:-1], r"does not fit its lm_head(.|\n)*40 tokens(.|\n)*41"),
         (lambda d2t: None, r"does not have(.|\n)*tensor lm_head.weight(.|\n)*3 ids, the first of them 97"),
     ],
     ids=["beyond", "below", "short", "whole"],
@@ -97,21 +98,21 @@ def test_a_vocabulary_of_another_target_is_refused(damage: Any, said: str, tmp_p
         tensors["d2t"] = d2t
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(Eagle3Error, match=said):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
 
 
 def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:
     draft = new()
     save_draft(draft, tmp_path)
     save_file({n: p for n, p in draft.state_dict().items() if n != "lm_head.weight"}, tmp_path / "model.safetensors")
-    with pytest.raises(Eagle3Error, match=r"not built like this one(.|\n)*lm_head.weight': 'missing'"):
-        take_over(draft, tmp_path, TARGET)
+    with pytest.raises(Eagle3Error, match=r"do not fit this draft(.|\n)*lm_head.weight': 'missing'"):
+        load_warm_start(draft, tmp_path, TARGET)
 
 
 def test_weights_that_do_not_fit_their_own_config_are_refused_with_their_tensors(tmp_path: Path) -> None:
     save_plain(plain_config(tiny_config(), TARGET), tmp_path, new(intermediate_size=20, fc_norm=True))
-    with pytest.raises(Eagle3Error, match="not built like this one") as error:
-        take_over(new(), tmp_path, TARGET)
+    with pytest.raises(Eagle3Error, match="do not fit this draft") as error:
+        load_warm_start(new(), tmp_path, TARGET)
     assert "mlp.up_proj" in str(error.value)
     assert "fc_norm.1" in str(error.value)
     assert "lm_head" not in str(error.value)
@@ -119,16 +120,16 @@ def test_weights_that_do_not_fit_their_own_config_are_refused_with_their_tensors
 
 def test_there_must_be_weights_and_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(Eagle3Error, match="no draft to start from"):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(Eagle3Error, match=r"found: +pytorch_model.bin\n +remedy: +convert it to model.safetensors"):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
     save_file(dict(new().state_dict()), tmp_path / "model.safetensors")
     with pytest.raises(Eagle3Error, match=r"has no configuration(.|\n)*draft.json or config.json"):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Eagle3Error, match=r"config of the draft to start from is damaged(.|\n)*config.json"):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
 
 
 OTHER_FLAGS = {"fc_norm": False, "norm_output": False, "norm_before_residual": True, "intermediate_size": 96}
@@ -148,7 +149,7 @@ def test_the_same_settings_take_over_what_they_made(
     for folder in folders:
         fresh = new_draft(target, 80, layer_ids, attention=attention, **settings)
         fresh.fc.weight.data.zero_()
-        take_over(fresh, folder, target)
+        load_warm_start(fresh, folder, target)
         assert torch.allclose(fresh.fc.weight, draft.fc.weight, atol=0.01)
 
 
@@ -180,7 +181,7 @@ def test_another_meaning_of_the_same_tensors_is_refused(
     else:
         save_plain(plain_config(old.config, TARGET), tmp_path, old)
     with pytest.raises(Eagle3Error, match="trained with other settings") as error:
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
     _, _, found, expected, remedy = str(error.value).splitlines()
     for line in (found, expected):
         assert all(f"{name}: " in line for name in changes)
@@ -194,7 +195,7 @@ def test_another_meaning_of_the_same_tensors_is_refused(
 def test_all_that_differs_is_said_at_once(tmp_path: Path) -> None:
     save_draft(new(norm_output=True, fc_norm=True), tmp_path)
     with pytest.raises(Eagle3Error, match=r"set draft.fc_norm: true, draft.norm_output: true;"):
-        take_over(new(), tmp_path, TARGET)
+        load_warm_start(new(), tmp_path, TARGET)
 
 
 def test_the_kind_of_attention_is_set_where_the_target_has_both(tmp_path: Path) -> None:
@@ -202,18 +203,18 @@ def test_the_kind_of_attention_is_set_where_the_target_has_both(tmp_path: Path) 
     save_draft(new(), gqa)
     save_draft(new(latent=True), mla)
     with pytest.raises(Eagle3Error, match=r"set draft.attention: \"gqa\";"):
-        take_over(new(latent=True), gqa, LATENT_TARGET)
+        load_warm_start(new(latent=True), gqa, LATENT_TARGET)
     with pytest.raises(Eagle3Error, match=r"set draft.attention: \"mla\";"):
-        take_over(new(), mla, LATENT_TARGET)
+        load_warm_start(new(), mla, LATENT_TARGET)
     with pytest.raises(Eagle3Error, match="no setting of a draft for this target changes attention:"):
-        take_over(new(), mla, TARGET)
+        load_warm_start(new(), mla, TARGET)
 
 
 def test_with_a_latent_target_the_size_of_a_head_follows_from_their_number(tmp_path: Path) -> None:
     save_draft(new(num_attention_heads=8, num_key_value_heads=4, head_dim=4), tmp_path)
     remedy = "set draft.num_attention_heads: 8, draft.num_key_value_heads: 4;"
     with pytest.raises(Eagle3Error, match=remedy):
-        take_over(new(), tmp_path, LATENT_TARGET)
+        load_warm_start(new(), tmp_path, LATENT_TARGET)
 
 
 def others(config: DraftConfig, leave_out: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
@@ -246,7 +247,7 @@ SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_other_spellings_of_the_same_are_accepted(ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
     old = new(**ours)
     save_plain(others(old.config, **theirs), tmp_path, old)
-    take_over(new(**ours), tmp_path, TARGET)
+    load_warm_start(new(**ours), tmp_path, TARGET)
 
 
 def test_what_a_format_does_not_say_has_its_default(tmp_path: Path) -> None:
@@ -254,12 +255,12 @@ def test_what_a_format_does_not_say_has_its_default(tmp_path: Path) -> None:
     draft = new(fc_norm=True, norm_output=True)
     save_plain(others(draft.config, FLAGS), tmp_path / "plain", draft)
     with pytest.raises(Eagle3Error, match=r"set draft.fc_norm: false, draft.norm_output: false;"):
-        take_over(draft, tmp_path / "plain", TARGET)
+        load_warm_start(draft, tmp_path / "plain", TARGET)
     config = speculators_config(plain_config(draft.config, TARGET), TARGET)
     del config["norm_before_residual"]
     save_plain(config, tmp_path / "speculators", draft)
     with pytest.raises(Eagle3Error, match=r"set draft.norm_before_residual: true;"):
-        take_over(draft, tmp_path / "speculators", TARGET)
+        load_warm_start(draft, tmp_path / "speculators", TARGET)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,6 @@ def test_ids_of_sglang_are_taken_as_it_takes_them(
 ) -> None:
     draft = new(aux_layer_ids=read)
     save_plain(others(draft.config, (IDS,), eagle_config={IDS: nested}), tmp_path, draft)
-    take_over(draft, tmp_path, target)
+    load_warm_start(draft, tmp_path, target)
     with pytest.raises(Eagle3Error, match=r"hidden_states.aux_layer_ids"):
-        take_over(new(aux_layer_ids=(1, 2, 5)), tmp_path, target)
+        load_warm_start(new(aux_layer_ids=(1, 2, 5)), tmp_path, target)

@@ -47,4 +47,4 @@ def test_rates_are_those_of_chains_followed_one_by_one(share: float) -> None:
         assert found["loss"][step] == pytest.approx(sum(loss for loss, _ in drafts) / max(len(drafts), 1))
         assert found["accuracy"][step] == pytest.approx(sum(hit for _, hit in drafts) / max(len(drafts), 1))
         assert found["conditional"][step] == pytest.approx(kept / max(len(reached), 1))
-    assert not any(map(any, tally.read().values())), "reading starts anew"
+    assert not any(map(any, tally.read().values())), "reading resets the sums"
