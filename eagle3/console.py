@@ -1,6 +1,6 @@
-"""What the user sees while a stage runs: progress with rate and ETA, and one table at its end.
+"""Output for the user while a stage runs: messages, progress with rate and remaining time, and a table at its end.
 
-Presentation only: this module never decides a byte of an artifact, so it is left out of fingerprints.
+Presentation only: nothing here affects an artifact, so this module is left out of fingerprints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import rich.progress
 from rich.console import Console
@@ -32,7 +31,7 @@ def log_to(path: Path) -> None:
 
 
 class Progress:
-    """Shows how far long work has come, at which rate, and when it ends: a context manager.
+    """A context manager that shows the progress of long work, with its rate and the remaining time.
 
     On a terminal it is a bar; in a log, a line every ten seconds and one at the end.
 
@@ -57,9 +56,7 @@ class Progress:
             self._rich.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._flush()
         if self._draws:
             self._rich.stop()
@@ -147,7 +144,7 @@ def summary(title: str, counts: Mapping[str, object]) -> None:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for people: 4.6 TB."""
+    """Return a number of bytes in readable form, such as `4.6 TB`."""
     return decimal(count)
 
 

@@ -1,6 +1,6 @@
-"""Claim GPUs by lock: Snakemake counts them, but does not say which ones a job may use.
+"""Claim GPUs by file locks: Snakemake counts them, but does not say which ones a job may use.
 
-A claim is a lock on a file, so it vanishes with its process, however that ends.
+The kernel releases a lock when its process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCKS = Path(tempfile.gettempdir()) / "eagle3-gpus"
 
 @contextmanager
 def claim(count: int) -> Iterator[list[str]]:
-    """Claim `count` GPUs, waiting for them if need be, and show only those to CUDA; 0 claims none.
+    """Claim `count` GPUs, waiting for them if necessary, and make only those visible to CUDA; 0 claims none.
 
     Must be entered before CUDA is initialised in this process.
 
@@ -39,7 +39,7 @@ def claim(count: int) -> Iterator[list[str]]:
     present = _devices()
     if len(present) < count:
         raise Eagle3Error(
-            "this machine has fewer GPUs than a job is to use",
+            "this machine has fewer GPUs than a job needs",
             found=f"{len(present)} GPUs",
             expected=f"{count} (`machine.gpus`)",
             remedy="lower machine.gpus",

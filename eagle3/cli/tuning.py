@@ -1,4 +1,4 @@
-"""Find how many requests at a time a server answers fastest, with the prompts and sampling of a configuration."""
+"""Find the best number of concurrent requests for a server, with the prompts and sampling of a configuration."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def tune(config: Config, pin: Path, prompts: Path, count: int, folder: Path) -> tuple[list[dict[str, Any]], int]:
     """Tune with the first turns of the first `count` prompts of a part, and the sampling of the configuration.
 
-    Writes into `folder`: `concurrency.svg`, tokens per second by requests in flight, and `concurrency.yaml`, a
-    configuration file that sets the recommended number.
+    Writes into `folder`: `concurrency.svg`, tokens per second by concurrency, and `concurrency.yaml`, a configuration
+    file that sets the recommended concurrency.
     """
     settings = config.responses
     requests = [

@@ -1,7 +1,7 @@
-"""One interface to whatever runs the target model.
+"""The interface of every engine that runs the target model.
 
-Every engine takes token ids or messages and gives token ids back: text is never rendered twice. Results are matched
-to requests by what they hold (ids of the request, token ids), never by order, time or count.
+An engine takes token ids or messages and returns token ids: text is never rendered twice. Results are matched to
+requests by their content (request id, token ids), never by order, time or count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sampling:
 class GenerationRequest(ChatPrompt):
     """One turn to generate.
 
-    `prompt_ids` are for requests whose prompt was rendered before: they are used as they are, instead of the messages.
+    `prompt_ids` belong to a prompt that is already rendered: they are used unchanged, instead of the messages.
     """
 
     id: str
@@ -54,10 +54,10 @@ class GenerationRequest(ChatPrompt):
 
 @dataclass(frozen=True)
 class Generation:
-    """What the engine produced for one request, token-exact.
+    """The engine's answer to one request, token-exact.
 
-    `message` is the assistant message as history wants it (content, reasoning, tool_calls). `error`
-    ("code: detail") is set when the request failed for good; then the ids are empty.
+    `message` is the assistant message for the next turn's history (content, reasoning, tool_calls). `error`
+    ("code: detail") is set if the request failed and is not retried; then the ids are empty.
     """
 
     id: str
@@ -70,7 +70,7 @@ class Generation:
 
 
 def failed(request: GenerationRequest, code: str, detail: str) -> Generation:
-    """Return the record of a request that failed for good."""
+    """Return the result of a request that failed and is not retried."""
     return Generation(
         id=request.id,
         prompt_ids=[],
@@ -97,31 +97,31 @@ class Capture:
 
 @dataclass(frozen=True)
 class Served:
-    """What serving a set of prompts gave, with or without a draft.
+    """The result of serving a set of prompts, with or without a draft model.
 
-    `accepted` counts, for each draft position, the drafts that the target kept; all are 0 without a draft.
+    `accepted` counts the accepted draft tokens by position; all are 0 without a draft model.
     """
 
     token_ids: dict[str, list[int]]
     """Request id -> generated ids."""
     drafts: dict[str, int]
-    """Request id -> verification steps with a draft."""
+    """Request id -> verification steps with draft tokens."""
     accepted: dict[str, list[int]]
-    """Request id -> accepted drafts by position (length k)."""
+    """Request id -> accepted draft tokens by position (length k)."""
     seconds: float
     durations: dict[str, float]
-    """Request id -> seconds from asking to the end of the answer."""
+    """Request id -> seconds from the request to the end of the answer."""
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
-    """What every engine offers."""
+    """The interface."""
 
     name: str
     versions: dict[str, str]
     batch_size: int | None
-    """Requests that are computed together, so that their rounding depends on each other; None: independent."""
+    """Number of requests that are computed together and affect each other's rounding; None if independent."""
     sampling_fault: str | None
-    """Why sampled answers with a draft cannot be trusted here; None if they can."""
+    """Why sampled answers with a draft model are wrong in this engine; None if they are right."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
         """Generate one turn for every request, in any order."""
@@ -130,12 +130,12 @@ class Engine(AbstractContextManager["Engine"], Protocol):
         """Capture the hidden states of every sequence, in any order."""
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
-        """Answer every request, with `draft` (an exported folder) proposing `k` tokens a step if given."""
+        """Answer every request; `draft` (an exported folder), if given, proposes `k` tokens a step."""
 
     def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
-        """Return logit(first) - logit(second) of a pair of tokens after each prefix, as serving has them.
+        """Return logit(first) - logit(second) of a pair of tokens after each prefix, computed as in serving.
 
-        Where greedy answers with and without a draft part, a gap of rounding's size excuses it.
+        A gap within rounding explains why greedy answers with and without a draft model differ.
         """
 
 
@@ -144,13 +144,13 @@ def open_engine(
 ) -> Engine:
     """Return the configured engine, as a context manager.
 
-    The module is imported by name so that an edit of one engine does not count for artifacts of another.
+    The module is imported by name, so that an edit of one engine does not count for artifacts of another.
 
     Args:
-        settings: which engine, and what bears on its answers.
-        machine: where and how fast it runs.
+        settings: which engine, and what affects its output.
+        machine: where it runs, and with which resources.
         target: the model.
-        folder: the job's work folder, where a managed server keeps its log; None for a temporary one.
+        folder: the job's work folder, for the log of a managed server; None for a temporary one.
     """
     module = importlib.import_module(ENGINES[settings.name])
     engine: Engine = module.open_engine(settings, machine, target, folder)

@@ -1,4 +1,4 @@
-"""The type that the target is computed in."""
+"""The dtype in which the target is computed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from eagle3.target.pin import Target
 
 
 def compute_dtype(name: str, target: Target, device: str) -> str:
-    """Return the name of the compute type: `auto` is the checkpoint's, but float32 on a CPU that would emulate it.
+    """Return the name of the compute dtype: `auto` is the checkpoint's, or float32 on a CPU that would emulate it.
 
     Args:
         name: `engine.dtype`.
         target: the model.
-        device: torch's name of the kind of device, such as `cpu` or `cuda`.
+        device: torch's device type, such as `cpu` or `cuda`.
     """
     if name != "auto":
         return name

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint, for responses only: it gives text, and the ids are rebuilt from it."""
+"""Any OpenAI-compatible endpoint, for responses only: it returns text, from which the ids are rebuilt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from openai import AsyncOpenAI
 
@@ -52,23 +51,21 @@ class OpenAIEngine:
     def __enter__(self) -> OpenAIEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End nothing: the server is not ours, and connections are closed at the end of every stream."""
+    def __exit__(self, *_: object) -> None:
+        """The server is not ours, and connections are closed at the end of every stream."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
-        """Yield answers as they come, with rebuilt ids.
+        """Yield answers as they arrive, with rebuilt ids.
 
-        Besides the errors of a request, `prompt_length` says that the endpoint renders the prompt otherwise than
-        the target's template does, `rebuilt_length` that the ids cannot be rebuilt.
+        Besides a request's own errors, `prompt_length` means that the endpoint renders the prompt differently from
+        the target's template, `rebuilt_length` that the ids cannot be rebuilt.
 
         Raises:
-            Eagle3Error: the endpoint is lost, or refuses everything; a request brings its own prompt ids.
+            Eagle3Error: the endpoint is lost or refuses every request; a request has its own prompt ids.
         """
         if any(request.prompt_ids is not None for request in requests):
             raise Eagle3Error(
-                "an endpoint for chats takes messages, no token ids",
+                "a chat endpoint takes messages, not token ids",
                 where="engine.name",
                 found="openai",
                 expected="vllm or transformers",
@@ -78,15 +75,15 @@ class OpenAIEngine:
         )
 
     def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
-        """Not to be had from an endpoint."""
+        """Not available from an endpoint."""
         raise self._only_responses("hidden states")
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
-        """Not to be had from an endpoint."""
+        """Not available from an endpoint."""
         raise self._only_responses("served acceptance")
 
     def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
-        """Not to be had from an endpoint."""
+        """Not available from an endpoint."""
         raise self._only_responses("logits")
 
     async def _answer(self, sampling: Sampling, connection: AsyncOpenAI, request: GenerationRequest) -> Generation:
@@ -121,12 +118,12 @@ class OpenAIEngine:
             "the endpoint was lost",
             where=self._client.url,
             found=lost,
-            remedy="run again when it is back: what was finished is kept",
+            remedy="run again when it is back: finished answers are kept",
         )
 
     def _only_responses(self, what: str) -> Eagle3Error:
         return Eagle3Error(
-            f"an endpoint gives no {what}",
+            f"an endpoint does not provide {what}",
             where="engine.name: openai",
             remedy="set engine.name to vllm or transformers; finished responses stay in the store",
         )

@@ -1,4 +1,4 @@
-"""Generation that survives a kill: good answers are kept in a log and not asked for again."""
+"""Generation that survives a kill: good answers are kept in a log and not generated again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from eagle3.files.records import RecordLog
 
 
 class ResumableEngine:
-    """An engine, and the log of what it answered in this work folder.
+    """An engine, and the log of its answers in this work folder.
 
-    Where the engine's rounding depends on what it computes together, a group that was not finished is computed
-    again as a whole; where requests are independent, every answer counts by itself. Only good answers enter the
-    log: whatever failed is asked again by the next run.
+    If the engine's rounding depends on what it computes together, an unfinished group is computed again as a
+    whole; if requests are independent, each answer is kept on its own. Only good answers enter the log: the next
+    run asks again for those that failed.
     """
 
     def __init__(self, engine: Engine, log: RecordLog) -> None:
@@ -26,14 +26,14 @@ class ResumableEngine:
             say(f"{len(self._known):,} answers of an interrupted run are kept")
 
     def generate(self, group: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
-        """Yield the answer to every request, in any order, those of the log first.
+        """Yield the answer to every request, in any order, those in the log first.
 
         Args:
             group: requests that are computed together: at most `batch_size` of them, if the engine has one.
             sampling: how to choose tokens.
 
         Raises:
-            Eagle3Error: the engine answers something else than it was asked.
+            Eagle3Error: the engine returns an unknown answer, or leaves a request unanswered.
         """
         waiting = {request.id: request for request in group}
         alone = self._engine.batch_size is None
@@ -44,7 +44,9 @@ class ResumableEngine:
         finished = []
         for answer in self._engine.generate(list(waiting.values()), sampling) if waiting else ():
             if waiting.pop(answer.id, None) is None:
-                raise Eagle3Error("the engine answered what was not asked", where=self._engine.name, found=answer.id)
+                raise Eagle3Error(
+                    "the engine answered a request that was not made", where=self._engine.name, found=answer.id
+                )
             if answer.error is None and alone:
                 self._log.append(vars(answer))
             elif answer.error is None:

@@ -1,4 +1,4 @@
-"""Finds out how many requests a server should be asked at a time."""
+"""Measures how many concurrent requests give a server its best throughput."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
@@ -16,21 +16,18 @@ from eagle3.engines.base import GenerationRequest, Sampling, open_engine
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
 
-if TYPE_CHECKING:
-    pass
-
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
-# Each level is asked so many requests per one in flight, for a plateau between the ramp and the tail.
+# Requests per level, for each one in flight: enough for a plateau between ramp-up and tail.
 _ROUNDS = 3
-# More in flight must gain this much, or the ramp ends: beyond, requests only wait longer.
+# A higher level must gain this much, or the search ends: beyond it, requests only wait longer.
 _GAIN = 1.03
-# Fewer in flight that are almost as fast are better: less memory, fewer lost at a crash.
+# A lower level that is almost as fast is better: it needs less memory and loses fewer requests in a crash.
 _ALMOST = 0.95
 
 
 @dataclass(frozen=True)
 class Level:
-    """What one number of requests in flight gave; `seconds_per_request` is what one request takes at that load."""
+    """The measurement at one concurrency; `seconds_per_request` is the latency of one request at that load."""
 
     concurrency: int
     requests: int
@@ -50,20 +47,19 @@ def tune_concurrency(
     folder: Path | None = None,
     levels: Sequence[int] = LEVELS,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Ask a handful of prompts at rising concurrency, on one server, until more brings no more.
+    """Measure one server at rising concurrency, until the throughput no longer grows.
 
     Args:
         settings: the engine: `vllm` or `openai`.
         machine: where it runs; its own `concurrency` is not used.
         target: the model.
-        requests: prompts like those of the run; they are asked again and again with other seeds.
-        sampling: as in the run: answers of another length have another best concurrency.
-        folder: where a managed server keeps its log.
-        levels: what to try, rising.
+        requests: prompts like those of the run; they are repeated with other seeds.
+        sampling: as in the run, since the best concurrency depends on the answers' length.
+        folder: for the log of a managed server.
+        levels: concurrencies to try, ascending.
 
     Returns:
-        a row for every level tried (the fields of `Level`), and the recommended concurrency: the smallest one with
-        almost the best tokens per second.
+        a row for every level tried (the fields of `Level`), and the recommended concurrency (see `recommend`).
 
     Raises:
         Eagle3Error: the engine has no concurrency, or a request failed.
@@ -71,8 +67,8 @@ def tune_concurrency(
     tried: list[Level] = []
     with open_engine(settings, machine, target, folder) as engine, Progress(len(levels), "tuning", "levels") as bar:
         if not hasattr(engine, "concurrency"):
-            raise Eagle3Error("only servers have a concurrency to tune", where=f"engine.name: {settings.name}")
-        list(engine.generate(requests[:1], sampling))  # so that loading the model counts for no level
+            raise Eagle3Error("only a server has a concurrency to tune", where=f"engine.name: {settings.name}")
+        list(engine.generate(requests[:1], sampling))  # so that no level includes loading the model
         for level in levels:
             engine.concurrency = level
             tried.append(_measure(engine.generate, level, requests, sampling))
@@ -100,13 +96,13 @@ def _measure(generate: Any, level: int, requests: Sequence[GenerationRequest], s
 
 
 def _varied(requests: Sequence[GenerationRequest], level: int, count: int) -> Iterator[GenerationRequest]:
-    """Repeat the requests with ids and seeds of their own."""
+    """Yield the requests repeatedly, each time with its own id and seed."""
     for number, request in enumerate(islice(cycle(requests), count)):
         yield replace(request, id=f"{level}-{number}", seed=number)
 
 
 def _has_levelled_off(tried: Sequence[Level]) -> bool:
-    """Whether the last two levels brought nothing over the best before them: one alone may be a hiccup."""
+    """Whether the last two levels gained nothing over the best before them; a single one may be an outlier."""
     if len(tried) < 3:
         return False
     best = max(level.tokens_per_second for level in tried[:-2])

@@ -1,4 +1,4 @@
-"""A close look at stored samples: every frame checked and decoded, every number finite, statistics by layer."""
+"""Audit stored samples: every frame is checked and decoded, every number is finite; statistics by layer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.shard import Shard
-from eagle3.hidden_states.stored_sample import Entry, FrameError, Place, Recipe, decode_frames, places
+from eagle3.hidden_states.stored_sample import FrameError, Place, Provenance, StoredSample, decode_frames, places
 
 # Decoded states that an audit holds per thread.
 _GROUP_BYTES = 1 << 26
 
 
 class Fault(NamedTuple):
-    """Something that is not as it was written, or should never have been written."""
+    """Something that was damaged, or should never have been written."""
 
     check: str
-    """Which check found it."""
+    """Name of the check that found it."""
     file: str
     sample: str
-    """Empty where it concerns a file."""
+    """Empty if the fault concerns the file."""
     detail: str
 
 
@@ -78,9 +78,9 @@ class Statistics:
 
 @dataclass
 class Audit:
-    """What was found in one sample."""
+    """The result for one sample."""
 
-    entry: Entry | None
+    stored: StoredSample | None
     faults: list[Fault] = field(default_factory=list)
     statistics: Statistics | None = None
     last_row: codec.Bits | None = None
@@ -92,73 +92,75 @@ def audit_shard(shard: Shard, threads: int) -> list[Audit]:
 
     def one(number: int) -> Audit:
         try:
-            entry = shard.entry(number)
+            stored = shard.sample(number)
         except Eagle3Error as error:
             return Audit(None, [Fault("tokens", str(shard.path), shard.ids[number], error.problem)])
-        return audit_entry(entry, shard.recipe, shard.ids)
+        return audit_sample(stored, shard.provenance, shard.ids)
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(one, range(len(shard))))
 
 
-def audit_entry(entry: Entry, recipe: Recipe, neighbours: Sequence[str] = ()) -> Audit:
+def audit_sample(stored: StoredSample, provenance: Provenance, neighbours: Sequence[str] = ()) -> Audit:
     """Read and decode every frame of a sample, a few at a time.
 
     Args:
-        entry: the sample.
-        recipe: how it was written.
-        neighbours: ids of samples whose frames may have got into this one's place.
+        stored: the sample.
+        provenance: how it was written.
+        neighbours: ids of samples whose frames may be in the place of this one's.
     """
-    audit = Audit(entry)
-    where = list(places(len(entry.token_ids), len(entry.last_rows), recipe.aux_layers))
-    if len(where) != len(entry.checksums):
-        found = f"{len(entry.checksums)} frames for {len(entry.token_ids)} tokens, {len(where)} expected"
-        audit.faults.append(Fault("rows", str(entry.path), entry.id, found))
+    audit = Audit(stored)
+    where = list(places(len(stored.token_ids), len(stored.last_rows), provenance.aux_layers))
+    if len(where) != len(stored.checksums):
+        found = f"{len(stored.checksums)} frames for {len(stored.token_ids)} tokens, {len(where)} expected"
+        audit.faults.append(Fault("rows", str(stored.path), stored.id, found))
         return audit
-    statistics = Statistics.zero(len(recipe.layer_ids))
-    step = max(1, _GROUP_BYTES // (2 * codec.FRAME_ROWS * recipe.hidden_size))
+    statistics = Statistics.zero(len(provenance.layer_ids))
+    step = max(1, _GROUP_BYTES // (2 * codec.FRAME_ROWS * provenance.hidden_size))
     for first in range(0, len(where), step):
         group = where[first : first + step]
-        targets = [np.empty((place.stop - place.start, recipe.hidden_size), np.uint16) for place in group]
+        targets = [np.empty((place.stop - place.start, provenance.hidden_size), np.uint16) for place in group]
         try:
-            decode_frames(entry, recipe, first, first + len(group), targets)
+            decode_frames(stored, provenance, first, first + len(group), targets)
         except FrameError as error:
-            detail = f"{error.place}: {_owner(entry, recipe, where, error.frame, neighbours) or error.found}"
-            audit.faults.append(Fault("checksum", str(entry.path), entry.id, detail))
+            detail = f"{error.place}: {_owner(stored, provenance, where, error.frame, neighbours) or error.found}"
+            audit.faults.append(Fault("checksum", str(stored.path), stored.id, detail))
             continue
         except Eagle3Error as error:
-            audit.faults.append(Fault("truncated", str(entry.path), entry.id, error.problem))
+            audit.faults.append(Fault("truncated", str(stored.path), stored.id, error.problem))
             break
         for number, (place, target) in enumerate(zip(group, targets, strict=True), start=first):
-            _measure(statistics, place, target, entry, number)
+            _measure(statistics, place, target, stored, number)
             if not np.isfinite(statistics.largest[place.state]):
-                layer = recipe.layer_ids[place.state]
-                audit.faults.append(Fault("finite", str(entry.path), entry.id, f"layer {layer} is not finite"))
+                layer = provenance.layer_ids[place.state]
+                audit.faults.append(Fault("finite", str(stored.path), stored.id, f"layer {layer} is not finite"))
                 break
         audit.last_row = targets[-1][-1].copy()
     audit.statistics = statistics
     return audit
 
 
-def _measure(statistics: Statistics, place: Place, target: codec.Bits, entry: Entry, number: int) -> None:
+def _measure(statistics: Statistics, place: Place, target: codec.Bits, stored: StoredSample, number: int) -> None:
     values = (target.astype(np.uint32) << 16).view(np.float32)
     state = place.state
     statistics.values[state] += values.size
     statistics.largest[state] = np.maximum(statistics.largest[state], np.abs(values).max())
     statistics.squares[state] += np.square(values, out=values).sum(dtype=np.float64)
-    statistics.packed[state] += entry.packed_bytes[number]
-    statistics.stored[state] += entry.frame_bytes[number]
+    statistics.packed[state] += stored.packed_bytes[number]
+    statistics.stored[state] += stored.frame_bytes[number]
 
 
-def _owner(entry: Entry, recipe: Recipe, where: Sequence[Place], frame: int, neighbours: Sequence[str]) -> str | None:
-    """Say whose frame lies in this frame's place, if it is one of the same sample or the same of another."""
-    payload = entry.read(frame, frame + 1)[0]
-    known = set(entry.checksums.tolist())
-    layer = recipe.layer_ids
+def _owner(
+    stored: StoredSample, provenance: Provenance, where: Sequence[Place], frame: int, neighbours: Sequence[str]
+) -> str | None:
+    """Say whose frame is in this frame's place, if it is another one of this sample or the same one of another."""
+    payload = stored.read(frame, frame + 1)[0]
+    known = set(stored.checksums.tolist())
+    layer = provenance.layer_ids
     for other, place in enumerate(where):
-        if zlib.crc32(payload, codec.seed(recipe.part, entry.id, other)) in known:
+        if zlib.crc32(payload, codec.seed(provenance.part, stored.id, other)) in known:
             return f"these are layer {layer[place.state]}, rows {place.start}-{place.stop - 1} of the same sample"
     for sample in neighbours:
-        if zlib.crc32(payload, codec.seed(recipe.part, sample, frame)) == entry.checksums[frame]:
+        if zlib.crc32(payload, codec.seed(provenance.part, sample, frame)) == stored.checksums[frame]:
             return f"these are the states of sample {sample}"
     return None

@@ -1,11 +1,11 @@
-"""Finished samples of a capture that still runs: append-only logs, one per shard.
+"""Finished samples of a running capture: append-only logs, one per shard.
 
-    .capture/recipe.json        what is captured; a log belongs to one recipe
-    .capture/shard-{i}.log      one record per sample, in the order of their arrival
+    .capture/provenance.json    of all logs
+    .capture/shard-{i}.log      one record per sample, in order of arrival
 
-A record is a prefix (magic, size and CRC of its head), the head (JSON: who the sample is, where its frames lie) and
-the frames, exactly as they will lie in the shard. A record is complete or it is not a record: whatever a kill, a full
-disk or a power cut leaves behind is recognised and captured again, and everything else is kept.
+A record is a prefix (magic, size and CRC of its head), the head (JSON: the sample's identity and the sizes of
+its frames) and the frames, exactly as in the shard. Incomplete records, which a kill, a full disk or a power cut can
+leave behind, are recognised and their samples captured again; all others are kept.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ import orjson
 from eagle3.files.records import read_json, write_json
 from eagle3.hidden_states.codec import Frame
 from eagle3.hidden_states.codec import seed as frame_seed
-from eagle3.hidden_states.stored_sample import Entry, Int32s, Recipe, count_frames
+from eagle3.hidden_states.stored_sample import Int32s, Provenance, StoredSample, count_frames
 
 FOLDER = ".capture"
 _MAGIC = b"\x93EAGLE3\n"
 _PREFIX = struct.Struct("<8sII")
-# A power cut costs at most what arrived since the last sync; a kill costs nothing that was appended.
+# A power cut loses at most what was appended since the last sync; a kill loses nothing.
 _SYNC_SECONDS = 1.0
 _SEARCH_BYTES = 1 << 20
 
 
 def log_path(folder: Path, number: int) -> Path:
-    """Return the log of a shard in the scratch folder."""
+    """Return the path of a shard's log in the scratch folder."""
     return folder / f"shard-{number}.log"
 
 
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Say in the scratch folder what the logs hold."""
-    write_json(folder / "recipe.json", vars(recipe))
+def write_provenance(folder: Path, provenance: Provenance) -> None:
+    """Write the provenance of the logs into the scratch folder."""
+    write_json(folder / "provenance.json", vars(provenance))
 
 
-def read_recipe(folder: Path) -> Recipe | None:
-    """Return what the logs of a scratch folder hold; None if nothing was captured yet."""
-    path = folder / "recipe.json"
+def read_provenance(folder: Path) -> Provenance | None:
+    """Return the provenance of the logs in a scratch folder; None if nothing was captured yet."""
+    path = folder / "provenance.json"
     if not path.exists():
         return None
     value = read_json(path)
-    return Recipe(**{**value, "layer_ids": tuple(value["layer_ids"])})
+    return Provenance(**{**value, "layer_ids": tuple(value["layer_ids"])})
 
 
-class Log:
+class CaptureLog:
     """The log of one shard, open for appending.
 
     Args:
-        path: the log; what it holds is checked, and a torn end is cut off.
-        part: see `Recipe.part`.
+        path: the log; its records are checked, and a torn end is cut off.
+        part: see `Provenance.part`.
         aux_layers: number of auxiliary states.
     """
 
     def __init__(self, path: Path, part: str, aux_layers: int) -> None:
         self.path = path
         self._part = part
-        self.entries: dict[str, Entry] = {}
+        self.samples: dict[str, StoredSample] = {}
         end = 0
-        for entry in scan(path, aux_layers):
-            if frames_intact(entry, part):
-                self.entries[entry.id] = entry
-            end = entry.offset + entry.size
-        # Unbuffered: after a failed write nothing is left that could be written later.
+        for stored in scan(path, aux_layers):
+            if frames_intact(stored, part):
+                self.samples[stored.id] = stored
+            end = stored.offset + stored.size
+        # Unbuffered: after a failed write, no data is left that could be written later.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(end)
         self._end = end
@@ -85,10 +85,10 @@ class Log:
         next_token: int,
         frames: Sequence[Frame],
     ) -> None:
-        """Append one finished sample; it survives a kill from here on.
+        """Append one finished sample, which then survives a kill.
 
         Raises:
-            OSError: the disk is full; the log is left as it was before.
+            OSError: the disk is full; the log is unchanged.
         """
         head = orjson.dumps(
             {
@@ -112,7 +112,7 @@ class Log:
             os.ftruncate(self._file.fileno(), begin)
             self._end = begin
             raise
-        self.entries[sample] = _entry(self.path, head, begin + _PREFIX.size + len(head))
+        self.samples[sample] = _parse_head(self.path, head, begin + _PREFIX.size + len(head))
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -122,7 +122,7 @@ class Log:
             view = view[done:]
 
     def sync(self) -> None:
-        """Make what was appended survive a power cut."""
+        """Make the appended samples survive a power cut."""
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
@@ -135,10 +135,10 @@ class Log:
         self.path.unlink()
 
 
-def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
-    """Yield the samples of a log, skipping what is damaged; the log may be growing.
+def scan(path: Path, aux_layers: int) -> Iterator[StoredSample]:
+    """Yield the samples of a log, skipping damaged ones; the log may be growing.
 
-    The frames are not read; `frames_intact` does that.
+    Frames are not read; `frames_intact` checks them.
     """
     if not path.is_file():
         return
@@ -151,17 +151,17 @@ def scan(path: Path, aux_layers: int) -> Iterator[Entry]:
             _, length, crc = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0, -1)
             head = file.read(length)
             if zlib.crc32(head) == crc:
-                entry = _entry(path, head, file.tell())
-                frames = count_frames(len(entry.token_ids), len(entry.last_rows), aux_layers)
-                if entry.offset + entry.size <= size and len(entry.frame_bytes) == frames:
-                    yield entry
-                    at = entry.offset + entry.size
+                stored = _parse_head(path, head, file.tell())
+                frames = count_frames(len(stored.token_ids), len(stored.last_rows), aux_layers)
+                if stored.offset + stored.size <= size and len(stored.frame_bytes) == frames:
+                    yield stored
+                    at = stored.offset + stored.size
                     continue
             at += 1
 
 
 def _next_record(file: BinaryIO, at: int) -> int:
-    """Return where the next record may begin, at `at` if all is well; -1 at the end."""
+    """Return where the next record may begin, `at` in an undamaged log; -1 at the end."""
     file.seek(at)
     block = file.read(len(_MAGIC))
     while len(block) >= len(_MAGIC):
@@ -173,19 +173,19 @@ def _next_record(file: BinaryIO, at: int) -> int:
     return -1
 
 
-def frames_intact(entry: Entry, part: str) -> bool:
-    """Whether every frame of a sample has its checksum."""
-    payloads = entry.read(0, len(entry.checksums))
+def frames_intact(stored: StoredSample, part: str) -> bool:
+    """Whether the checksum of every frame of a sample matches."""
+    payloads = stored.read(0, len(stored.checksums))
     return all(
-        zlib.crc32(payload, frame_seed(part, entry.id, number)) == checksum
-        for number, (payload, checksum) in enumerate(zip(payloads, entry.checksums, strict=True))
+        zlib.crc32(payload, frame_seed(part, stored.id, number)) == checksum
+        for number, (payload, checksum) in enumerate(zip(payloads, stored.checksums, strict=True))
     )
 
 
-def _entry(path: Path, head: bytes, offset: int) -> Entry:
+def _parse_head(path: Path, head: bytes, offset: int) -> StoredSample:
     record = orjson.loads(head)
     frames = np.array(record["frames"], np.int64).reshape(-1, 3)
-    return Entry(
+    return StoredSample(
         id=record["id"],
         token_ids=np.array(record["token_ids"], "<i4"),
         last_rows=np.array(record["last_rows"], "<i4"),

@@ -1,11 +1,10 @@
-"""What a capture has so far: finished shards, and a log for each of the others; both survive a kill."""
+"""The state of a capture: finished shards, and a log for each of the others; both survive a kill."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +14,9 @@ from eagle3.errors import Eagle3Error
 from eagle3.files.atomic import atomic_write, sync
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Statistics, audit_shard
-from eagle3.hidden_states.capture_log import FOLDER, Log, log_path, read_recipe, write_recipe
+from eagle3.hidden_states.capture_log import FOLDER, CaptureLog, log_path, read_provenance, write_provenance
 from eagle3.hidden_states.shard import Shard, write_shard
-from eagle3.hidden_states.stored_sample import Entry, Recipe, decode_frames
+from eagle3.hidden_states.stored_sample import Provenance, StoredSample, decode_frames
 from eagle3.hidden_states.teacher import GROUP, teacher_tokens
 
 if TYPE_CHECKING:
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A shard that was read back in full, and what was counted in it."""
+class FinishedShard:
+    """A shard that was read back in full, with its counts."""
 
-    recipe: Recipe
+    provenance: Provenance
     ids: list[str]
     tokens: int
     bytes: int
     statistics: Statistics
     disagreed: list[str]
-    """Samples whose teacher token is not the engine's."""
+    """Samples whose teacher token differs from the engine's."""
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -42,16 +41,16 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number}.safetensors"
 
 
-class Progress:
-    """The state of a capture, taken up where an earlier run left it.
+class CaptureState:
+    """The state of a capture, resumed from an earlier run.
 
-    What is found is checked, every frame of it; what is damaged is left out, and so captured again.
+    Every frame that is found is checked; damaged samples are left out, and so captured again.
 
     Args:
         folder: the stage's work folder.
-        part: see `Recipe.part`.
+        part: see `Provenance.part`.
         shards: number of shards.
-        layer_ids: see `Recipe.layer_ids`.
+        layer_ids: see `Provenance.layer_ids`.
         threads: for reading back.
     """
 
@@ -62,120 +61,118 @@ class Progress:
         self._threads = threads
         self._states = len(layer_ids)
         self._shards = shards
-        recipe = read_recipe(self._scratch)
-        self.recipe = recipe if recipe is not None and recipe.part == part else None
-        self.finished: dict[int, Finished] = {}
-        self.logs: dict[int, Log] = {}
+        provenance = read_provenance(self._scratch)
+        self.provenance = provenance if provenance is not None and provenance.part == part else None
+        self.finished: dict[int, FinishedShard] = {}
+        self.logs: dict[int, CaptureLog] = {}
         for number in range(shards):
-            if (found := self._take_up(number, part)) is not None:
+            if (found := self._resume(number, part)) is not None:
                 self.finished[number] = found
-                self.recipe = self.recipe or found.recipe
+                self.provenance = self.provenance or found.provenance
             else:
-                self.logs[number] = Log(log_path(self._scratch, number), part, self._states - 1)
+                self.logs[number] = CaptureLog(log_path(self._scratch, number), part, self._states - 1)
         self._ids = {sample for found in self.finished.values() for sample in found.ids}
 
     def __contains__(self, sample: str) -> bool:
-        return sample in self._ids or any(sample in log.entries for log in self.logs.values())
+        return sample in self._ids or any(sample in log.samples for log in self.logs.values())
 
-    def adopt(self, recipe: Recipe) -> None:
-        """Begin with this recipe, or go on with it.
+    def adopt(self, provenance: Provenance) -> None:
+        """Set the provenance of this capture, or check that it has not changed.
 
         Raises:
-            Eagle3Error: what is there was captured differently, such as by another version of the engine.
+            Eagle3Error: it has changed, for example by another version of the engine.
         """
-        if self.recipe is None:
-            write_recipe(self._scratch, recipe)
-            self.recipe = recipe
-        elif recipe != self.recipe:
-            changed = [name for name, value in vars(recipe).items() if vars(self.recipe)[name] != value]
+        if self.provenance is None:
+            write_provenance(self._scratch, provenance)
+            self.provenance = provenance
+        elif provenance != self.provenance:
+            changed = [name for name, value in vars(provenance).items() if vars(self.provenance)[name] != value]
             raise Eagle3Error(
-                "the engine is not the one that this capture was begun with: its states do not mix",
+                "this capture was started with a different engine, whose states must not be mixed with this one's",
                 where=self._folder,
-                found={name: vars(recipe)[name] for name in changed},
-                expected={name: vars(self.recipe)[name] for name in changed},
-                remedy="go back to the earlier software, or delete this folder to capture all of it anew",
+                found={name: vars(provenance)[name] for name in changed},
+                expected={name: vars(self.provenance)[name] for name in changed},
+                remedy="go back to the earlier software, or delete this folder to recapture everything",
             )
 
     def finish(self, head: HeadWeights) -> None:
-        """Make shards of the logs: each is written, read back, renamed; then its log goes."""
-        assert self.recipe is not None
+        """Turn the logs into shards: each is written, read back and renamed; then its log is deleted."""
+        assert self.provenance is not None
         for number, log in sorted(self.logs.items()):
-            entries = sorted(log.entries.values(), key=lambda entry: entry.id)
-            entries = _with_teacher(entries, self.recipe, head)
+            samples = sorted(log.samples.values(), key=lambda stored: stored.id)
+            samples = _with_teacher(samples, self.provenance, head)
             with atomic_write(shard_path(self._folder, number)) as temporary:
-                write_shard(temporary, self.recipe, number, self._shards, entries)
+                write_shard(temporary, self.provenance, number, self._shards, samples)
                 found = self._read_back(temporary)
             sync(self._folder)
             log.remove()
             self.finished[number] = found
         self.logs = {}
 
-    def _take_up(self, number: int, part: str) -> Finished | None:
+    def _resume(self, number: int, part: str) -> FinishedShard | None:
         path = shard_path(self._folder, number)
         if not path.exists():
             return None
         try:
             found = self._read_back(path)
         except Eagle3Error as error:
-            console.say(f"{error}\n  its samples are captured anew")
+            console.say(f"{error}\n  its samples are captured again")
         else:
-            if found.recipe.part == part:
+            if found.provenance.part == part:
                 return found
         path.unlink()
         return None
 
-    def _read_back(self, path: Path) -> Finished:
+    def _read_back(self, path: Path) -> FinishedShard:
         """Read every frame of a shard.
 
         Raises:
-            Eagle3Error: something is not as it was written.
+            Eagle3Error: the shard is damaged.
         """
         shard = Shard(path)
         statistics = Statistics.zero(self._states)
         disagreed = []
         for audit in audit_shard(shard, self._threads):
-            if audit.faults or audit.entry is None or audit.statistics is None:
+            if audit.faults or audit.stored is None or audit.statistics is None:
                 fault = audit.faults[0]
                 raise Eagle3Error(
-                    "hidden states are not on the disk as they were written",
+                    "hidden states on the disk differ from what was written",
                     where=f"{path}, sample {fault.sample}",
                     found=fault.detail,
-                    remedy="check the disk, then run again: damaged samples are captured anew",
+                    remedy="check the disk, then run again: damaged samples are captured again",
                 )
             statistics += audit.statistics
-            if audit.entry.next_token != audit.entry.teacher_token:
-                disagreed.append(audit.entry.id)
+            if audit.stored.next_token != audit.stored.teacher_token:
+                disagreed.append(audit.stored.id)
         size = path.stat().st_size
-        return Finished(shard.recipe, shard.ids, int(shard.tokens.sum()), size, statistics, disagreed)
+        return FinishedShard(shard.provenance, shard.ids, int(shard.tokens.sum()), size, statistics, disagreed)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> CaptureState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for log in self.logs.values():
             log.close()
 
 
-def _with_teacher(entries: Sequence[Entry], recipe: Recipe, head: HeadWeights) -> list[Entry]:
-    """Return the samples with the teacher's token, which follows from their last row."""
-    known: list[Entry] = []
-    for start in range(0, len(entries), GROUP):
-        group = entries[start : start + GROUP]
-        rows = codec.bf16(np.stack([last_row(entry, recipe) for entry in group]))
+def _with_teacher(samples: Sequence[StoredSample], provenance: Provenance, head: HeadWeights) -> list[StoredSample]:
+    """Return the samples with their teacher token, computed from their last row."""
+    known: list[StoredSample] = []
+    for start in range(0, len(samples), GROUP):
+        group = samples[start : start + GROUP]
+        rows = codec.bf16(np.stack([last_row(stored, provenance) for stored in group]))
         known += [
-            replace(entry, teacher_token=int(token))
-            for entry, token in zip(group, teacher_tokens(head, rows), strict=True)
+            replace(stored, teacher_token=int(token))
+            for stored, token in zip(group, teacher_tokens(head, rows), strict=True)
         ]
     return known
 
 
-def last_row(entry: Entry, recipe: Recipe) -> codec.Bits:
+def last_row(stored: StoredSample, provenance: Provenance) -> codec.Bits:
     """Return the last state at the last position, [H]."""
-    frames = len(entry.checksums)
-    rows = (len(entry.last_rows) - 1) % codec.FRAME_ROWS + 1
-    target = np.empty((rows, recipe.hidden_size), np.uint16)
-    decode_frames(entry, recipe, frames - 1, frames, [target])
+    frames = len(stored.checksums)
+    rows = (len(stored.last_rows) - 1) % codec.FRAME_ROWS + 1
+    target = np.empty((rows, provenance.hidden_size), np.uint16)
+    decode_frames(stored, provenance, frames - 1, frames, [target])
     row: codec.Bits = target[-1]
     return row

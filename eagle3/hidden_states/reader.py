@@ -1,4 +1,4 @@
-"""Reading hidden states: any sample of a set of shards, by id, and streams with read-ahead for training."""
+"""Read hidden states: any sample of a set of shards by id, and streams with read-ahead for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.codec import FRAME_ROWS
 from eagle3.hidden_states.shard import Shard
-from eagle3.hidden_states.stored_sample import Entry, Int32s, Int64s, Recipe, count_frames, decode_frames
+from eagle3.hidden_states.stored_sample import Int32s, Int64s, Provenance, StoredSample, count_frames, decode_frames
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +35,13 @@ class HiddenStateSample:
     last: torch.Tensor
     """bf16 [m, H]: the last layer's output before the final norm."""
     last_rows: torch.Tensor
-    """int64 [m]: the positions that the rows of `last` belong to."""
+    """int64 [m]: the positions of the rows of `last`."""
 
     def rows_at(self, positions: Int64s) -> torch.Tensor:
-        """Return where the rows of `last` of some positions are [len(positions)].
+        """Return the indices into `last` of some positions, int64 [len(positions)].
 
         Raises:
-            Eagle3Error: there is no row of one of them.
+            Eagle3Error: a position has no row.
         """
         rows = self.last_rows.numpy()
         found = np.searchsorted(rows, positions)
@@ -59,15 +59,15 @@ class HiddenStateSample:
 class HiddenStateReader:
     """All samples of a set of shards.
 
-    Opening reads headers and indexes only (1,000 shards in under a second); a sample is read with three calls to
-    the disk. Safe to share between threads.
+    Opening reads only headers and indexes (1,000 shards in under a second); a sample takes three reads. Safe to share
+    between threads.
 
     Args:
         paths: the shards, of one or more captures with the same target, layers, encoding and engine.
-        threads: how many samples a stream decodes at a time.
+        threads: number of samples that a stream decodes in parallel.
 
     Raises:
-        Eagle3Error: a shard is missing, truncated or damaged; shards do not belong together; a sample is there twice.
+        Eagle3Error: a shard is missing, truncated or damaged; shards do not belong together; a duplicate sample id.
     """
 
     def __init__(self, paths: Sequence[Path], *, threads: int = 2) -> None:
@@ -75,11 +75,11 @@ class HiddenStateReader:
             raise Eagle3Error("there are no hidden-state shards to read", remedy="run the hidden_states stage")
         with ThreadPoolExecutor(min(8, len(paths))) as pool:
             self._shards = list(pool.map(Shard, paths))
-        self.recipe: Recipe = self._shards[0].recipe
+        self.provenance: Provenance = self._shards[0].provenance
         self._threads = threads
         self._where: dict[str, tuple[int, int]] = {}
         for number, shard in enumerate(self._shards):
-            _check_same_recipe(self._shards[0], shard)
+            _check_same_provenance(self._shards[0], shard)
             for index, sample in enumerate(shard.ids):
                 if (known := self._where.setdefault(sample, (number, index))) != (number, index):
                     raise Eagle3Error(
@@ -102,7 +102,7 @@ class HiddenStateReader:
     def read(
         self, sample: str | int, start: int = 0, stop: int | None = None, *, aux: bool = True
     ) -> HiddenStateSample:
-        """Read one sample, or tokens `start` to `stop` of it, and check every byte that is read.
+        """Read one sample, or its tokens `start` to `stop`, and check every byte that is read.
 
         Memory is pinned where there is a CUDA device.
 
@@ -110,16 +110,16 @@ class HiddenStateReader:
             sample: its id, or its number in `ids`.
             start: first token.
             stop: token after the last; None is the end.
-            aux: whether to read the auxiliary states; without, `aux` is empty and little more than `last` is read.
+            aux: whether to read the auxiliary states; if not, `aux` is empty and little more than `last` is read.
 
         Returns:
-            the sample; in a slice, `last_rows` still counts from the sample's first token.
+            the sample; `last_rows` counts from the sample's first token, in a slice, too.
 
         Raises:
-            Eagle3Error: no such sample, or its bytes are not those that were written.
+            Eagle3Error: there is no such sample, or it is damaged.
         """
         shard, index = self._find(self.ids[sample] if isinstance(sample, int) else sample)
-        return load(shard.entry(index), shard.recipe, start, stop, aux=aux)
+        return load(shard.sample(index), shard.provenance, start, stop, aux=aux)
 
     def stream(
         self,
@@ -133,21 +133,21 @@ class HiddenStateReader:
         ahead_tokens: int = 65536,
         aux: bool = True,
     ) -> Generator[HiddenStateSample]:
-        """Read samples in an order that the seed decides, ahead of their use, in threads.
+        """Read samples in an order that the seed determines, ahead of their use, in threads.
 
         Args:
             ids: the samples to read; all by default.
-            seed: with `epoch`, decides the order.
+            seed: determines the order, together with `epoch`.
             epoch: number of the pass over the samples.
-            rank: which of `ranks` shares to read; at any point of their streams, shares differ by less than two of
-                the longest samples in tokens.
+            rank: which of `ranks` shares to read; at any point of the streams, shares differ in tokens by less than two
+                of the longest samples.
             ranks: number of shares.
-            position: how many samples of the stream to leave out, to go on where an earlier one was left.
-            ahead_tokens: how many tokens to hold decoded, at least one sample.
+            position: number of samples to skip, to continue an earlier stream.
+            ahead_tokens: number of decoded tokens to hold; at least one sample is held.
             aux: as in `read`.
 
         Raises:
-            Eagle3Error: as `read`, when the turn comes to the damaged sample.
+            Eagle3Error: as in `read`, when the stream reaches the damaged sample.
         """
         order = self.order(ids=ids, seed=seed, epoch=epoch, rank=rank, ranks=ranks)[position:]
         waiting: deque[tuple[int, Future[HiddenStateSample]]] = deque()
@@ -200,28 +200,28 @@ class HiddenStateReader:
 
 
 def load(
-    entry: Entry, recipe: Recipe, start: int = 0, stop: int | None = None, *, aux: bool = True
+    stored: StoredSample, provenance: Provenance, start: int = 0, stop: int | None = None, *, aux: bool = True
 ) -> HiddenStateSample:
     """Read tokens `start` to `stop` of a sample; see `HiddenStateReader.read`."""
-    n = len(entry.token_ids)
+    n = len(stored.token_ids)
     start, stop, _ = slice(start, stop).indices(n)
-    # The last row stands for the teacher check only; no loss reads it.
-    first_row, stop_row = (int(row) for row in np.searchsorted(entry.last_rows[:-1], (start, stop)))
+    # The last row is for the teacher check only; no loss reads it.
+    first_row, stop_row = (int(row) for row in np.searchsorted(stored.last_rows[:-1], (start, stop)))
     read_to = stop if aux else start
-    states, skip = _decode_aux(entry, recipe, start, read_to)
-    last, skip_rows = _decode_last(entry, recipe, first_row, stop_row)
-    rows = entry.last_rows[first_row:stop_row]
+    states, skip = _decode_aux(stored, provenance, start, read_to)
+    last, skip_rows = _decode_last(stored, provenance, first_row, stop_row)
+    rows = stored.last_rows[first_row:stop_row]
     return HiddenStateSample(
-        id=entry.id,
-        token_ids=_tensor(entry.token_ids[start:stop]),
+        id=stored.id,
+        token_ids=_tensor(stored.token_ids[start:stop]),
         aux=states[skip : skip + read_to - start],
         last=last[skip_rows : skip_rows + len(rows)],
         last_rows=_tensor(rows.astype(np.int64)),
     )
 
 
-def _check_same_recipe(one: Shard, other: Shard) -> None:
-    expected, found = one.recipe.comparable(), other.recipe.comparable()
+def _check_same_provenance(one: Shard, other: Shard) -> None:
+    expected, found = one.provenance.comparable(), other.provenance.comparable()
     for name, value in expected.items():
         if found[name] != value:
             raise Eagle3Error(
@@ -233,25 +233,25 @@ def _check_same_recipe(one: Shard, other: Shard) -> None:
             )
 
 
-def _decode_aux(entry: Entry, recipe: Recipe, start: int, stop: int) -> tuple[torch.Tensor, int]:
+def _decode_aux(stored: StoredSample, provenance: Provenance, start: int, stop: int) -> tuple[torch.Tensor, int]:
     """Return the auxiliary states [t, A, H] of the chunks that cover the tokens, and how many rows to skip."""
-    A = recipe.aux_layers
+    A = provenance.aux_layers
     first, last = start // FRAME_ROWS, -(-stop // FRAME_ROWS)
-    begin, end = first * FRAME_ROWS, max(first * FRAME_ROWS, min(last * FRAME_ROWS, len(entry.token_ids)))
-    aux, bits = _empty(end - begin, A, recipe.hidden_size)
+    begin, end = first * FRAME_ROWS, max(first * FRAME_ROWS, min(last * FRAME_ROWS, len(stored.token_ids)))
+    aux, bits = _empty(end - begin, A, provenance.hidden_size)
     targets = [bits[at : at + FRAME_ROWS, state] for at in range(0, end - begin, FRAME_ROWS) for state in range(A)]
-    decode_frames(entry, recipe, A * first, A * first + len(targets), targets)
+    decode_frames(stored, provenance, A * first, A * first + len(targets), targets)
     return aux, start - begin
 
 
-def _decode_last(entry: Entry, recipe: Recipe, start: int, stop: int) -> tuple[torch.Tensor, int]:
+def _decode_last(stored: StoredSample, provenance: Provenance, start: int, stop: int) -> tuple[torch.Tensor, int]:
     """Return the last state [t, H] of the frames that cover the rows, and how many rows to skip."""
     first, last = start // FRAME_ROWS, -(-stop // FRAME_ROWS) if stop > start else start // FRAME_ROWS
-    begin, end = first * FRAME_ROWS, min(last * FRAME_ROWS, len(entry.last_rows))
-    states, bits = _empty(end - begin, 1, recipe.hidden_size)
+    begin, end = first * FRAME_ROWS, min(last * FRAME_ROWS, len(stored.last_rows))
+    states, bits = _empty(end - begin, 1, provenance.hidden_size)
     targets = [bits[at : at + FRAME_ROWS, 0] for at in range(0, end - begin, FRAME_ROWS)]
-    offset = count_frames(len(entry.token_ids), 0, recipe.aux_layers) + first
-    decode_frames(entry, recipe, offset, offset + len(targets), targets)
+    offset = count_frames(len(stored.token_ids), 0, provenance.aux_layers) + first
+    decode_frames(stored, provenance, offset, offset + len(targets), targets)
     return states[:, 0], start - begin
 
 

@@ -1,12 +1,12 @@
 """The shard file: one safetensors file that holds many samples; `docs/hidden-states.md` is its specification.
 
-    header      JSON of safetensors; its metadata says what was captured, of which target, by which engine
-    index       small tensors: who the samples are, and where each frame of each sample lies
+    header      JSON of safetensors; its metadata holds the provenance
+    index       small tensors: the samples' ids, and where each frame of each sample is
     token_ids, last_rows, frames
 
-Every byte is covered by a checksum: header and index by one, read at opening; token ids and rows by one per sample;
-frames by one each. Checksums of samples and frames start from the sample's identity, so that right bytes in a wrong
-place are noticed as well.
+Every byte is covered by a checksum: one for header and index, checked at opening; one per sample for token ids and
+rows; one per frame. Checksums of samples and frames start from the sample's identity, so that valid bytes in the
+wrong place are noticed, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states.codec import FRAME_ROWS
-from eagle3.hidden_states.stored_sample import REMEDY, Entry, Int32s, Int64s, Recipe, read_at
+from eagle3.hidden_states.stored_sample import REMEDY, Int32s, Int64s, Provenance, StoredSample, read_at
 
 FORMAT = "eagle3-hidden-states-1"
 _INDEX = ("token_end", "row_end", "frame_end", "next_token", "teacher_token", "sample_checksum")
@@ -38,7 +38,7 @@ _COPY_BYTES = 1 << 24
 
 
 def damaged(path: Path, found: object) -> Eagle3Error:
-    """Return the error for a shard whose header or index is not as it was written."""
+    """Return the error for a shard whose header or index is damaged."""
     return Eagle3Error("a hidden-state shard is damaged", where=path, found=found, remedy=REMEDY)
 
 
@@ -46,7 +46,7 @@ class Shard:
     """An open shard: header and index in memory (about 150 bytes a sample and 24 a frame), the rest on disk.
 
     Raises:
-        Eagle3Error: not such a file, truncated, or header or index damaged.
+        Eagle3Error: the file is not a shard, is truncated, or its header or index is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class Shard:
             end = 8 + length + header["frames"]["data_offsets"][1]
             sizes = {name: header[name]["data_offsets"][1] - header[name]["data_offsets"][0] for name in _NAMES}
             self.number, self.shards = int(metadata["shard"]), int(metadata["shards"])
-            self.recipe = _parse_recipe(metadata)
+            self.provenance = _parse_provenance(metadata)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise damaged(path, f"header: {error!r}") from None
         if size != end:
@@ -98,16 +98,16 @@ class Shard:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def entry(self, number: int) -> Entry:
+    def sample(self, number: int) -> StoredSample:
         """Return a sample by its number in the shard.
 
         Raises:
-            Eagle3Error: the file is truncated, or the sample's token ids are not those that were written.
+            Eagle3Error: the file is truncated, or the sample's token ids are damaged.
         """
         tokens, rows, frames = (self._slice(name, number) for name in ("token_end", "row_end", "frame_end"))
         ends = self._columns["frame_byte_end"]
         begin = int(ends[frames.start - 1]) if frames.start else 0
-        found = Entry(
+        found = StoredSample(
             id=self.ids[number],
             token_ids=self._int32s("token_ids", tokens),
             last_rows=self._int32s("last_rows", rows),
@@ -119,7 +119,7 @@ class Shard:
             path=self.path,
             offset=self._data["frames"] + begin,
         )
-        if found.checksum(self.recipe.part) != self._columns["sample_checksum"][number]:
+        if found.checksum(self.provenance.part) != self._columns["sample_checksum"][number]:
             raise Eagle3Error(
                 "a sample's token ids or rows are damaged",
                 where=f"{self.path}, sample {found.id}",
@@ -136,10 +136,10 @@ class Shard:
         return np.frombuffer(data, "<i4")
 
 
-def _parse_recipe(metadata: dict[str, str]) -> Recipe:
+def _parse_provenance(metadata: dict[str, str]) -> Provenance:
     if int(metadata["frame_rows"]) != FRAME_ROWS or metadata["encoding"] not in ("lossless", "fp8"):
         raise ValueError(f"frames of {metadata['frame_rows']} rows, encoding {metadata['encoding']}")
-    return Recipe(
+    return Provenance(
         part=metadata["part"],
         target_revision=metadata["target_revision"],
         layer_ids=tuple(orjson.loads(metadata["layer_ids"])),
@@ -151,30 +151,30 @@ def _parse_recipe(metadata: dict[str, str]) -> Recipe:
     )
 
 
-def write_shard(path: Path, recipe: Recipe, number: int, shards: int, entries: Sequence[Entry]) -> None:
-    """Write a shard from samples that lie in other files, and make it durable; the caller renames it.
+def write_shard(path: Path, provenance: Provenance, number: int, shards: int, samples: Sequence[StoredSample]) -> None:
+    """Write a shard from samples in other files, and make it durable; the caller renames it.
 
-    Equal samples give equal bytes, in whatever order they are given.
+    Equal samples give equal bytes, in any order.
     """
-    entries = sorted(entries, key=lambda entry: entry.id)
-    tensors = _index_of(recipe, entries)
+    samples = sorted(samples, key=lambda stored: stored.id)
+    tensors = _index_of(provenance, samples)
     metadata = {
         "format": FORMAT,
-        "part": recipe.part,
+        "part": provenance.part,
         "shard": str(number),
         "shards": str(shards),
-        "target_revision": recipe.target_revision,
-        "layer_ids": orjson.dumps(recipe.layer_ids).decode(),
+        "target_revision": provenance.target_revision,
+        "layer_ids": orjson.dumps(provenance.layer_ids).decode(),
         "layer_meaning": _LAYER_MEANING,
-        "hidden_size": str(recipe.hidden_size),
-        "encoding": recipe.encoding,
+        "hidden_size": str(provenance.hidden_size),
+        "encoding": provenance.encoding,
         "dtype": "bfloat16",
         "frame_rows": str(FRAME_ROWS),
-        "engine": recipe.engine,
-        "engine_dtype": recipe.engine_dtype,
-        "versions": orjson.dumps(recipe.versions, option=orjson.OPT_SORT_KEYS).decode(),
+        "engine": provenance.engine,
+        "engine_dtype": provenance.engine_dtype,
+        "versions": orjson.dumps(provenance.versions, option=orjson.OPT_SORT_KEYS).decode(),
     }
-    total = sum(entry.size for entry in entries)
+    total = sum(stored.size for stored in samples)
     head = _header(metadata, tensors, total)
     index = b"".join(tensors[name].tobytes() for name in _NAMES[1:11])
     with path.open("wb") as file:
@@ -183,8 +183,8 @@ def write_shard(path: Path, recipe: Recipe, number: int, shards: int, entries: S
         file.write(index)
         for name in ("token_ids", "last_rows"):
             file.write(tensors[name].tobytes())
-        for entry in entries:
-            _copy(entry, file)
+        for stored in samples:
+            _copy(stored, file)
         file.flush()
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -192,8 +192,8 @@ def write_shard(path: Path, recipe: Recipe, number: int, shards: int, entries: S
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _index_of(recipe: Recipe, entries: Sequence[Entry]) -> dict[str, NDArray[Any]]:
-    """Return the tensors in their order, but for `frames`."""
+def _index_of(provenance: Provenance, samples: Sequence[StoredSample]) -> dict[str, NDArray[Any]]:
+    """Return the tensors in their order, except `frames`."""
 
     def join(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
         return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
@@ -201,22 +201,22 @@ def _index_of(recipe: Recipe, entries: Sequence[Entry]) -> dict[str, NDArray[Any
     def ends(counts: list[int]) -> NDArray[Any]:
         return np.cumsum(np.array(counts, "<i8"), dtype="<i8")
 
-    ids = "".join(f"{entry.id}\n" for entry in entries).encode()
+    ids = "".join(f"{stored.id}\n" for stored in samples).encode()
     ids += bytes(-len(ids) % 8)
     return {
         "checksum": np.empty(1, "<i8"),
-        "token_end": ends([len(entry.token_ids) for entry in entries]),
-        "row_end": ends([len(entry.last_rows) for entry in entries]),
-        "frame_end": ends([len(entry.frame_bytes) for entry in entries]),
-        "next_token": np.array([entry.next_token for entry in entries], "<i8"),
-        "teacher_token": np.array([entry.teacher_token for entry in entries], "<i8"),
-        "sample_checksum": np.array([entry.checksum(recipe.part) for entry in entries], "<i8"),
-        "frame_byte_end": np.cumsum(join([entry.frame_bytes for entry in entries], "<i8"), dtype="<i8"),
-        "frame_packed_bytes": join([entry.packed_bytes for entry in entries], "<i8"),
-        "frame_checksum": join([entry.checksums for entry in entries], "<i8"),
+        "token_end": ends([len(stored.token_ids) for stored in samples]),
+        "row_end": ends([len(stored.last_rows) for stored in samples]),
+        "frame_end": ends([len(stored.frame_bytes) for stored in samples]),
+        "next_token": np.array([stored.next_token for stored in samples], "<i8"),
+        "teacher_token": np.array([stored.teacher_token for stored in samples], "<i8"),
+        "sample_checksum": np.array([stored.checksum(provenance.part) for stored in samples], "<i8"),
+        "frame_byte_end": np.cumsum(join([stored.frame_bytes for stored in samples], "<i8"), dtype="<i8"),
+        "frame_packed_bytes": join([stored.packed_bytes for stored in samples], "<i8"),
+        "frame_checksum": join([stored.checksums for stored in samples], "<i8"),
         "sample_ids": np.frombuffer(ids, "u1"),
-        "token_ids": join([entry.token_ids for entry in entries], "<i4"),
-        "last_rows": join([entry.last_rows for entry in entries], "<i4"),
+        "token_ids": join([stored.token_ids for stored in samples], "<i4"),
+        "last_rows": join([stored.last_rows for stored in samples], "<i4"),
     }
 
 
@@ -234,13 +234,13 @@ def _header(metadata: dict[str, str], tensors: dict[str, NDArray[Any]], frames: 
     return struct.pack("<Q", len(text)) + text
 
 
-def _copy(entry: Entry, file: BinaryIO) -> None:
-    with entry.path.open("rb") as source:
-        source.seek(entry.offset)
-        left = entry.size
+def _copy(stored: StoredSample, file: BinaryIO) -> None:
+    with stored.path.open("rb") as source:
+        source.seek(stored.offset)
+        left = stored.size
         while left:
             block = source.read(min(left, _COPY_BYTES))
             if not block:
-                raise damaged(entry.path, f"sample {entry.id} is truncated")
+                raise damaged(stored.path, f"sample {stored.id} is truncated")
             file.write(block)
             left -= len(block)

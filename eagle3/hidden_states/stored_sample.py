@@ -1,4 +1,4 @@
-"""A stored sample: where its frames lie, in a shard or in the log of a running capture, and how to read them."""
+"""A stored sample: where its frames are, in a shard or in the log of a running capture, and how to read them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.codec import FRAME_ROWS, Encoding
 
-REMEDY = "delete the file and run snakemake again: only this artifact is made anew"
+REMEDY = "delete the file and run snakemake again: only this artifact is rebuilt"
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What every shard of a capture has in common."""
+class Provenance:
+    """What all shards of one capture share."""
 
     part: str
     """Identity of the capture: hash of the target, the samples and the settings."""
@@ -37,7 +37,7 @@ class Recipe:
     encoding: Encoding
     engine: str
     engine_dtype: str
-    """What the engine computed in; the states are rounded to bf16 where this is wider."""
+    """The engine's compute dtype; states of a wider one are rounded to bf16."""
     versions: dict[str, str]
 
     @property
@@ -45,21 +45,21 @@ class Recipe:
         return len(self.layer_ids) - 1
 
     def comparable(self) -> dict[str, Any]:
-        """What must agree between shards that are read together."""
+        """Return what must agree between shards that are read together."""
         return {name: value for name, value in vars(self).items() if name not in ("part", "versions")}
 
 
 class FrameError(Eagle3Error):
-    """A frame is not as it was written."""
+    """A frame is damaged."""
 
-    def __init__(self, entry: Entry, recipe: Recipe, frame: int, place: Place, found: object) -> None:
-        unit = "tokens" if place.state < recipe.aux_layers else "last rows"
+    def __init__(self, stored: StoredSample, provenance: Provenance, frame: int, place: Place, found: object) -> None:
+        unit = "tokens" if place.state < provenance.aux_layers else "last rows"
         self.frame = frame
-        self.place = f"layer {recipe.layer_ids[place.state]}, {unit} {place.start}-{place.stop - 1}"
+        self.place = f"layer {provenance.layer_ids[place.state]}, {unit} {place.start}-{place.stop - 1}"
         self.found = found
         super().__init__(
             "a sample's hidden states are damaged",
-            where=f"{entry.path}, sample {entry.id}, {self.place}",
+            where=f"{stored.path}, sample {stored.id}, {self.place}",
             found=found,
             remedy=REMEDY,
         )
@@ -84,13 +84,13 @@ def places(tokens: int, rows: int, aux_layers: int) -> Iterator[Place]:
 
 
 def count_frames(tokens: int, rows: int, aux_layers: int) -> int:
-    """Return how many frames a sample has."""
+    """Return the number of frames of a sample."""
     return aux_layers * -(-tokens // FRAME_ROWS) + -(-rows // FRAME_ROWS)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One sample as it lies in a file: all but its frames' bytes."""
+class StoredSample:
+    """One sample in a file: everything except the bytes of its frames. F = number of frames."""
 
     id: str
     token_ids: Int32s
@@ -100,33 +100,33 @@ class Entry:
     next_token: int
     """The engine's own greedy token after the sequence."""
     teacher_token: int
-    """Ours, from the last state; -1 while a capture runs."""
+    """argmax(lm_head(norm(last state))); -1 while a capture runs."""
     frame_bytes: Int64s
     """[F]"""
     packed_bytes: Int64s
-    """[F]: how many of a frame's bytes are its zstd part."""
+    """[F]: bytes of the frame's zstd part."""
     checksums: Int64s
     """[F]"""
     path: Path
     offset: int
-    """Where the first frame begins in the file."""
+    """Position of the first frame in the file."""
 
     @property
     def size(self) -> int:
         return int(self.frame_bytes.sum())
 
     def checksum(self, part: str) -> int:
-        """Return the checksum over what the sample is, without its frames."""
+        """Return the checksum over everything except the frames."""
         crc = zlib.crc32(f"{part}/{self.id}".encode())
         for array in (self.token_ids, self.last_rows):
             crc = zlib.crc32(array.tobytes(), crc)
         return zlib.crc32(struct.pack("<qq", self.next_token, self.teacher_token), crc)
 
     def read(self, first: int, stop: int) -> list[memoryview]:
-        """Read the payloads of frames `first` to `stop` with one call to the disk.
+        """Read the payloads of frames `first` to `stop` with one read.
 
         Raises:
-            Eagle3Error: the file ends before they do.
+            Eagle3Error: the file is truncated.
         """
         ends = np.cumsum(self.frame_bytes)
         begin, end = (int(ends[frame - 1]) if frame else 0 for frame in (first, stop))
@@ -135,31 +135,33 @@ class Entry:
         return [data[a:b] for a, b in pairwise(bounds)]
 
 
-def decode_frames(entry: Entry, recipe: Recipe, first: int, stop: int, targets: Sequence[codec.Bits]) -> None:
+def decode_frames(
+    stored: StoredSample, provenance: Provenance, first: int, stop: int, targets: Sequence[codec.Bits]
+) -> None:
     """Read frames `first` to `stop` of a sample, check them, and decode each into its target [t, H].
 
     Raises:
         FrameError: a checksum does not match; names the sample, the layer and the tokens.
         Eagle3Error: the file is truncated.
     """
-    where = list(places(len(entry.token_ids), len(entry.last_rows), recipe.aux_layers))
-    for number, payload, target in zip(range(first, stop), entry.read(first, stop), targets, strict=True):
-        if zlib.crc32(payload, codec.seed(recipe.part, entry.id, number)) != entry.checksums[number]:
-            raise FrameError(entry, recipe, number, where[number], "the checksum does not match")
-        encoding = recipe.encoding if where[number].state < recipe.aux_layers else "lossless"
+    where = list(places(len(stored.token_ids), len(stored.last_rows), provenance.aux_layers))
+    for number, payload, target in zip(range(first, stop), stored.read(first, stop), targets, strict=True):
+        if zlib.crc32(payload, codec.seed(provenance.part, stored.id, number)) != stored.checksums[number]:
+            raise FrameError(stored, provenance, number, where[number], "the checksum does not match")
+        encoding = provenance.encoding if where[number].state < provenance.aux_layers else "lossless"
         try:
-            codec.decode(payload, int(entry.packed_bytes[number]), encoding, target)
+            codec.decode(payload, int(stored.packed_bytes[number]), encoding, target)
         except (ValueError, zstandard.ZstdError) as error:
-            raise FrameError(entry, recipe, number, where[number], error) from None
+            raise FrameError(stored, provenance, number, where[number], error) from None
 
 
 def read_at(path: Path, offset: int, size: int) -> memoryview:
     """Read exactly `size` bytes at `offset`.
 
     Raises:
-        Eagle3Error: the file is missing or ends before.
+        Eagle3Error: the file is missing or truncated.
     """
-    # Unlike a bytearray, not filled with zeros first.
+    # Unlike a bytearray, this is not zeroed first.
     data = np.empty(size, np.uint8).data
     try:
         with path.open("rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""The teacher check: does the captured last state say what the engine said?
+"""The teacher check: does the captured last state lead to the engine's own token?
 
-An engine returns one greedy token with each capture. It must be argmax(lm_head(norm(last state))): one comparison
-that notices a wrong layer, a missing or doubled norm, rows of another request, and short captures.
+An engine returns one greedy token with each capture. It must be argmax(lm_head(norm(last state))). This comparison
+notices a wrong layer, a missing or repeated norm, rows of another request, and truncated captures.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from eagle3.target.weights import HeadWeights
 
-# Rows of lm_head that are widened to float32 at a time: 0.5 GB at Kimi's width.
+# Rows of lm_head that are converted to float32 at a time: 0.5 GB at Kimi's width.
 _HEAD_ROWS = 16384
-# Samples that are checked together: a head of gigabytes is read once for all of them.
+# Samples that are checked together: an lm_head of gigabytes is read once for all of them.
 GROUP = 64
 
 
@@ -33,7 +33,7 @@ def teacher_tokens(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
         states: bf16 [B, H], the last layer's output before the final norm.
 
     Returns:
-        int64 [B]; the smallest of equal ones.
+        int64 [B]; the smallest id if several are equal.
     """
     import torch
 
@@ -58,17 +58,17 @@ def normed(head: HeadWeights, states: torch.Tensor) -> torch.Tensor:
 
 
 def is_tie(head: HeadWeights, state: torch.Tensor, one: int, other: int) -> bool:
-    """Whether two tokens score the same after a state [H], but for the rounding of another machine."""
+    """Whether two tokens have the same logit after a state [H], except for another machine's rounding."""
     first, second = (head.lm_head[[one, other]].float() @ normed(head, state)).tolist()
     return bool(abs(first - second) <= 1e-3 * max(1.0, abs(first)))
 
 
 class TeacherCheck:
-    """Compares teacher and engine for many samples, in groups, and stops a capture that cannot be right.
+    """Compares teacher and engine for many samples, in groups, and stops a capture that must be wrong.
 
     Args:
         head: the target's own head.
-        minimum: smallest share of samples on which the two must agree.
+        minimum: minimum share of samples on which the two must agree.
     """
 
     def __init__(self, head: HeadWeights, minimum: float) -> None:
@@ -79,12 +79,12 @@ class TeacherCheck:
         self.disagreed: list[str] = []
 
     def add(self, sample: str, last_row: codec.Bits, next_token: int) -> None:
-        """Check one sample, perhaps later.
+        """Check one sample, now or with a later group.
 
         Args:
             sample: its id.
             last_row: [H], the last state at the last position.
-            next_token: what the engine said comes next.
+            next_token: the engine's greedy token after it.
 
         Raises:
             Eagle3Error: teacher and engine disagree too often.
@@ -94,18 +94,18 @@ class TeacherCheck:
             self.flush()
 
     def flush(self) -> None:
-        """Check what waits.
+        """Check the samples that are waiting.
 
         Raises:
             Eagle3Error: teacher and engine disagree too often.
         """
         if not self._waiting:
             return
-        samples, rows, said = zip(*self._waiting, strict=True)
+        samples, rows, expected = zip(*self._waiting, strict=True)
         tokens = [int(token) for token in teacher_tokens(self._head, codec.bf16(np.stack(rows)))]
         self._waiting = []
         self.checked += len(tokens)
-        self.disagreed += [sample for sample, a, b in zip(samples, tokens, said, strict=True) if a != b]
+        self.disagreed += [sample for sample, a, b in zip(samples, tokens, expected, strict=True) if a != b]
         agreement = 1 - len(self.disagreed) / self.checked
         if agreement < self._minimum:
             raise disagreement(agreement, self.checked, self._minimum, self.disagreed)
@@ -119,6 +119,6 @@ def disagreement(agreement: float, checked: int, minimum: float, samples: Sequen
         where=f"samples {named}",
         found=f"{agreement:.1%} of {checked:,} samples agree with argmax(lm_head(norm(last state)))",
         expected=f"at least {minimum:.1%} (hidden_states.min_teacher_agreement)",
-        remedy="check that the engine runs the configured target and returns the states that enter the asked layers, "
-        "the last one before the final norm",
+        remedy="check that the engine runs the configured target and returns the states that enter the requested "
+        "layers, the last one before the final norm",
     )

@@ -1,6 +1,6 @@
-"""Verify stored hidden states: everything that a file can say about itself, and, with a target or an engine, more.
+"""Verify stored hidden states: every byte, and, given the target or a second engine, the content of some samples.
 
-Works on finished shards and on a capture that still runs. Nothing is changed.
+Works on finished shards and on a running capture. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from eagle3.errors import Eagle3Error
 from eagle3.hidden_states import codec
-from eagle3.hidden_states.audit import Audit, Fault, Statistics, audit_entry, audit_shard
-from eagle3.hidden_states.capture_log import FOLDER, read_recipe, scan
+from eagle3.hidden_states.audit import Audit, Fault, Statistics, audit_sample, audit_shard
+from eagle3.hidden_states.capture_log import FOLDER, read_provenance, scan
 from eagle3.hidden_states.reader import load
 from eagle3.hidden_states.shard import Shard
-from eagle3.hidden_states.stored_sample import Entry, Recipe
+from eagle3.hidden_states.stored_sample import Provenance, StoredSample
 from eagle3.hidden_states.teacher import is_tie, normed, teacher_tokens
 
-Chosen = tuple[Entry, Recipe, codec.Bits]
-"""A sample to look at again, and its last state at the last position, [H]."""
+Chosen = tuple[StoredSample, Provenance, codec.Bits]
+"""A sample to check against the target, and its last state at the last position, [H]."""
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from eagle3.target.pin import Target
     from eagle3.target.weights import HeadWeights
 
-# Engines in bf16 agree to 3% in deep layers, fp8 adds 3%; another layer or row is off by 50% and more.
+# Engines in bf16 agree within 3% in deep layers, fp8 adds 3%; a wrong layer or row differs by 50% or more.
 _PARITY_TOLERANCE = 0.15
-# Rows of one sample that the teacher predicts again. Where it is usually right, so many misses are no chance.
+# Rows per sample for which the teacher predicts the next token. If it is usually right on the other samples, a
+# sample without a single hit is no accident.
 _RESPONSE_ROWS = 16
-_USUAL = 0.3
+_USUALLY_RIGHT = 0.3
 
 
 @dataclass
 class Report:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     files: int = 0
     samples: int = 0
@@ -51,11 +52,11 @@ class Report:
     bytes: int = 0
     """Of all frames."""
     teacher_agreement: float | None = None
-    """Share of samples whose recorded teacher token is the engine's; None where nothing is recorded yet."""
+    """Share of samples whose recorded teacher token is the engine's; None if nothing is recorded yet."""
     response_agreement: float | None = None
-    """Share of looked-at rows where the teacher's choice is the token that the response has."""
+    """Share of checked rows for which the teacher's token is the response's; None if none were checked."""
     parity: dict[int, float] = field(default_factory=dict)
-    """Layer -> median distance of a row from the second engine's, relative to its length."""
+    """Layer -> median distance of a row from the second engine's, relative to its norm."""
     layers: list[dict[str, float]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -69,7 +70,7 @@ class _Set:
     """The samples of one file, audited."""
 
     path: Path
-    recipe: Recipe
+    provenance: Provenance
     audits: list[Audit]
     shard: Shard | None = None
 
@@ -88,15 +89,15 @@ def verify(
 
     Args:
         paths: shards, or folders that hold them; also the work folder of a running capture.
-        target: compare what the shards say of it.
-        head: the target's head: compute the teacher tokens of some samples again.
-        engine: a second engine: capture some samples again and compare.
-        samples: how many samples `head` and `engine` look at.
-        min_teacher_agreement: smallest share of samples on which teacher and engine agree.
-        threads: for reading.
+        target: compare with the target that the shards name.
+        head: the target's head: recompute the teacher tokens of some samples.
+        engine: a second engine: recapture some samples and compare.
+        samples: number of samples that are checked with `head` and `engine`.
+        min_teacher_agreement: minimum share of samples on which teacher and engine agree.
+        threads: number of threads for reading.
 
     Returns:
-        the report; damage is listed in it and not raised.
+        the report; it lists damage, which is not raised.
 
     Raises:
         Eagle3Error: there is nothing to verify.
@@ -107,19 +108,19 @@ def verify(
     for one in sets:
         report.files += 1
         report.samples += len(one.audits)
-        report.bytes += sum(audit.entry.size for audit in one.audits if audit.entry)
+        report.bytes += sum(audit.stored.size for audit in one.audits if audit.stored)
         for audit in one.audits:
             report.faults += audit.faults
-            report.tokens += len(audit.entry.token_ids) if audit.entry else 0
+            report.tokens += len(audit.stored.token_ids) if audit.stored else 0
     if sets:
         _check_belonging(sets, target, unreadable, report)
         _check_teacher(sets, min_teacher_agreement, report)
         report.layers = _statistics(sets)
     sound = [
-        (audit.entry, one.recipe, audit.last_row)
+        (audit.stored, one.provenance, audit.last_row)
         for one in sets
         for audit in one.audits
-        if audit.entry is not None and audit.last_row is not None and not audit.faults
+        if audit.stored is not None and audit.last_row is not None and not audit.faults
     ]
     chosen = random.Random(0).sample(sound, min(samples, len(sound)))
     if head is not None:
@@ -150,7 +151,7 @@ def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]
     for path in files:
         if path.suffix == ".log":
             found = _read_log(path, threads)
-            # A running capture may have made a shard of it meanwhile.
+            # A running capture may have turned it into a shard meanwhile.
             path = path if path.exists() else path.parent.with_name(f"{path.stem}.safetensors")
             if path.suffix == ".log":
                 yield from found
@@ -161,16 +162,20 @@ def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]
             report.files += 1
             report.faults.append(Fault(_kind(error), str(path), "", _found(error)))
         else:
-            yield _Set(path, shard.recipe, audit_shard(shard, threads), shard)
+            yield _Set(path, shard.provenance, audit_shard(shard, threads), shard)
 
 
 def _read_log(path: Path, threads: int) -> list[_Set]:
-    recipe = read_recipe(path.parent)
-    if recipe is None:
+    provenance = read_provenance(path.parent)
+    if provenance is None:
         return []
     with ThreadPoolExecutor(threads) as pool:
         return [
-            _Set(path, recipe, list(pool.map(lambda entry: audit_entry(entry, recipe), scan(path, recipe.aux_layers))))
+            _Set(
+                path,
+                provenance,
+                list(pool.map(lambda stored: audit_sample(stored, provenance), scan(path, provenance.aux_layers))),
+            )
         ]
 
 
@@ -183,106 +188,106 @@ def _found(error: Eagle3Error) -> str:
 
 
 def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: int, report: Report) -> None:
-    """Whether the files are those of one run, all of them but the unreadable, and of this target."""
+    """Check that the files belong to one capture of this target, and that all its shards are there."""
     first = sets[0]
     owner: dict[str, Path] = {}
     numbers: dict[str, set[int]] = defaultdict(set)
     for one in sets:
-        for name, value in one.recipe.comparable().items():
-            if (expected := first.recipe.comparable()[name]) != value:
+        for name, value in one.provenance.comparable().items():
+            if (expected := first.provenance.comparable()[name]) != value:
                 detail = f"{name} is {value}, but {expected} in {first.path}"
                 report.faults.append(Fault("mixed", str(one.path), "", detail))
-        if target is not None and one.recipe.target_revision != target.revision:
-            detail = f"captured of revision {one.recipe.target_revision}, the target is {target.revision}"
+        if target is not None and one.provenance.target_revision != target.revision:
+            detail = f"captured from revision {one.provenance.target_revision}, but the target is {target.revision}"
             report.faults.append(Fault("target", str(one.path), "", detail))
         for audit in one.audits:
-            if audit.entry and (other := owner.setdefault(audit.entry.id, one.path)) != one.path:
-                report.faults.append(Fault("twice", str(one.path), audit.entry.id, f"also in {other}"))
+            if audit.stored and (other := owner.setdefault(audit.stored.id, one.path)) != one.path:
+                report.faults.append(Fault("twice", str(one.path), audit.stored.id, f"also in {other}"))
         if one.shard is not None:
-            numbers[one.recipe.part].add(one.shard.number)
+            numbers[one.provenance.part].add(one.shard.number)
     for one in sets:
         if one.shard is None:
             continue
-        lacking = sorted(set(range(one.shard.shards)) - numbers[one.recipe.part])
-        # While a capture runs, the shards to come are logs.
-        logs = sum(other.shard is None and other.recipe.part == one.recipe.part for other in sets)
-        if len(lacking) > unreadable + logs:
-            detail = f"of {one.shard.shards} shards of this capture, these are not here: {lacking}"
+        missing = sorted(set(range(one.shard.shards)) - numbers[one.provenance.part])
+        # While a capture runs, unfinished shards are logs.
+        logs = sum(other.shard is None and other.provenance.part == one.provenance.part for other in sets)
+        if len(missing) > unreadable + logs:
+            detail = f"of {one.shard.shards} shards of this capture, these are missing: {missing}"
             report.faults.append(Fault("incomplete", str(one.path), "", detail))
 
 
 def _check_teacher(sets: Sequence[_Set], minimum: float, report: Report) -> None:
-    entries = [audit.entry for one in sets if one.shard for audit in one.audits if audit.entry]
-    disagreed = [entry.id for entry in entries if entry.teacher_token != entry.next_token]
-    if not entries:
+    samples = [audit.stored for one in sets if one.shard for audit in one.audits if audit.stored]
+    disagreed = [stored.id for stored in samples if stored.teacher_token != stored.next_token]
+    if not samples:
         return
-    report.teacher_agreement = 1 - len(disagreed) / len(entries)
+    report.teacher_agreement = 1 - len(disagreed) / len(samples)
     if report.teacher_agreement < minimum:
         detail = f"teacher and engine agree on {report.teacher_agreement:.1%} of the samples, {minimum:.1%} expected"
         report.faults.append(Fault("teacher", str(sets[0].path), ", ".join(disagreed[:5]), detail))
 
 
 def _statistics(sets: Sequence[_Set]) -> list[dict[str, float]]:
-    layer_ids = sets[0].recipe.layer_ids
-    audits = [audit for one in sets if one.recipe.layer_ids == layer_ids for audit in one.audits]
+    layer_ids = sets[0].provenance.layer_ids
+    audits = [audit for one in sets if one.provenance.layer_ids == layer_ids for audit in one.audits]
     found = [audit.statistics for audit in audits if audit.statistics is not None]
     return sum(found, Statistics.zero(len(layer_ids))).rows(layer_ids)
 
 
 def _repeat_teacher(chosen: Sequence[Chosen], head: HeadWeights, report: Report) -> None:
-    """Compute teacher tokens again, at the last position and in the response."""
+    """Recompute teacher tokens, at the last position and in the response."""
     import torch
 
-    matches: list[tuple[Entry, list[bool]]] = []
-    for entry, recipe, last_row in chosen:
-        last = load(entry, recipe).last
+    matches: list[tuple[StoredSample, list[bool]]] = []
+    for stored, provenance, last_row in chosen:
+        last = load(stored, provenance).last
         picked = np.linspace(0, len(last) - 1, min(_RESPONSE_ROWS, len(last))).astype(np.int64)
         states = torch.cat([last[torch.from_numpy(picked)], codec.bf16(last_row[None])])
-        *said, final = teacher_tokens(head, states).tolist()
-        following = entry.token_ids[entry.last_rows[picked] + 1].tolist()
-        matches.append((entry, [one == other for one, other in zip(said, following, strict=True)]))
-        if entry.teacher_token not in (-1, final) and not is_tie(head, states[-1], final, entry.teacher_token):
-            detail = f"the last state leads to token {final}, recorded is {entry.teacher_token}"
-            report.faults.append(Fault("teacher", str(entry.path), entry.id, detail))
-    looked_at = sum(len(found) for _, found in matches)
-    if not looked_at:
+        *predicted, final = teacher_tokens(head, states).tolist()
+        following = stored.token_ids[stored.last_rows[picked] + 1].tolist()
+        matches.append((stored, [one == other for one, other in zip(predicted, following, strict=True)]))
+        if stored.teacher_token not in (-1, final) and not is_tie(head, states[-1], final, stored.teacher_token):
+            detail = f"the last state leads to token {final}, but {stored.teacher_token} is recorded"
+            report.faults.append(Fault("teacher", str(stored.path), stored.id, detail))
+    checked = sum(len(found) for _, found in matches)
+    if not checked:
         return
-    report.response_agreement = sum(sum(found) for _, found in matches) / looked_at
-    for entry, found in matches:
-        if report.response_agreement > _USUAL and len(found) == _RESPONSE_ROWS and not any(found):
-            detail = f"not one of {_RESPONSE_ROWS} states leads to the token that follows: are they another sample's?"
-            report.faults.append(Fault("response", str(entry.path), entry.id, detail))
+    report.response_agreement = sum(sum(found) for _, found in matches) / checked
+    for stored, found in matches:
+        if report.response_agreement > _USUALLY_RIGHT and len(found) == _RESPONSE_ROWS and not any(found):
+            detail = f"none of {_RESPONSE_ROWS} states leads to the next token: do they belong to another sample?"
+            report.faults.append(Fault("response", str(stored.path), stored.id, detail))
 
 
 def _compare(chosen: Sequence[Chosen], engine: Engine, head: HeadWeights | None, report: Report) -> None:
-    """Capture samples again by another engine."""
+    """Recapture samples with another engine."""
     distances: dict[int, list[float]] = defaultdict(list)
-    by_layers: dict[tuple[int, ...], list[tuple[Entry, Recipe]]] = defaultdict(list)
-    for entry, recipe, _ in chosen:
-        by_layers[recipe.layer_ids].append((entry, recipe))
+    by_layers: dict[tuple[int, ...], list[tuple[StoredSample, Provenance]]] = defaultdict(list)
+    for stored, provenance, _ in chosen:
+        by_layers[provenance.layer_ids].append((stored, provenance))
     for layer_ids, group in by_layers.items():
-        captured = engine.capture([entry.token_ids.tolist() for entry, _ in group], layer_ids)
+        captured = engine.capture([stored.token_ids.tolist() for stored, _ in group], layer_ids)
         states = {np.array(one.token_ids, "<i4").tobytes(): one.states.float().cpu() for one in captured}
-        for entry, recipe in group:
-            reference = states[entry.token_ids.tobytes()]  # [n, L, H]
-            stored = load(entry, recipe)
+        for stored, provenance in group:
+            reference = states[stored.token_ids.tobytes()]  # [n, L, H]
+            loaded = load(stored, provenance)
             for index, layer in enumerate(layer_ids):
-                rows = slice(None) if index < recipe.aux_layers else stored.last_rows
-                mine = (stored.aux[:, index] if index < recipe.aux_layers else stored.last).float()
+                rows = slice(None) if index < provenance.aux_layers else loaded.last_rows
+                mine = (loaded.aux[:, index] if index < provenance.aux_layers else loaded.last).float()
                 if not len(mine):
                     continue
                 distances[layer].append(_distance(mine, reference[:, index][rows]))
                 if distances[layer][-1] > _PARITY_TOLERANCE:
-                    detail = f"layer {layer} is {distances[layer][-1]:.0%} off {engine.name}'s"
+                    detail = f"layer {layer} differs by {distances[layer][-1]:.0%} from {engine.name}'s"
                     detail += _likeness(mine, reference, rows, layer_ids, head)
-                    report.faults.append(Fault("parity", str(entry.path), entry.id, detail))
+                    report.faults.append(Fault("parity", str(stored.path), stored.id, detail))
     report.parity = {layer: float(np.median(found)) for layer, found in sorted(distances.items())}
 
 
 def _likeness(
     mine: torch.Tensor, reference: torch.Tensor, rows: Any, layer_ids: Sequence[int], head: HeadWeights | None
 ) -> str:
-    """Say what states [t, H] look like instead, if it is something that engines get wrong."""
+    """Say what states [t, H] equal instead, if it is a common mistake of engines."""
     for index, layer in enumerate(layer_ids):
         states = reference[:, index]  # [n, H]
         candidates = {f"layer {layer}": states}
@@ -291,7 +296,7 @@ def _likeness(
             candidates[f"layer {layer} after the final norm"] = normed(head, states)
         for name, candidate in candidates.items():
             if _distance(mine, candidate[rows]) < _PARITY_TOLERANCE:
-                return f"; it is {name}"
+                return f"; it equals {name}"
     return ""
 
 

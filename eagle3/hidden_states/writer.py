@@ -1,4 +1,4 @@
-"""From captured states to durable samples: compress in threads, append in order, in bounded memory."""
+"""Write captured states to the logs: compress in threads, append in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 from eagle3.hidden_states import codec
-from eagle3.hidden_states.capture_log import Log
+from eagle3.hidden_states.capture_log import CaptureLog
 from eagle3.hidden_states.codec import Frame
-from eagle3.hidden_states.stored_sample import Int32s, Recipe, places
+from eagle3.hidden_states.stored_sample import Int32s, Provenance, places
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A sample whose states are wanted."""
+class CaptureSample:
+    """A sample whose states are to be captured."""
 
     id: str
     token_ids: Int32s
@@ -26,20 +25,20 @@ class Sample:
     shard: int
 
 
-class Pipeline:
+class CaptureWriter:
     """Takes samples with their states; when `drain` returns, all of them survive a kill.
 
-    `submit` waits while more than `limit` bytes of states are on their way (a longer sample goes alone), so a slow
-    disk slows the engine down instead of filling the memory. On the way out, after whatever error, the samples that
-    can still be finished are.
+    `submit` waits while more than `limit` bytes of states are in flight (a larger sample goes alone), so a slow disk
+    slows the engine down instead of filling the memory. On exit, even after an error, samples in flight are finished
+    if possible.
 
     Args:
         logs: shard -> its log.
-        threads: for compressing.
-        limit: bytes of states on their way.
+        threads: number of threads for compression.
+        limit: maximum bytes of states in flight.
     """
 
-    def __init__(self, logs: Mapping[int, Log], *, threads: int, limit: int) -> None:
+    def __init__(self, logs: Mapping[int, CaptureLog], *, threads: int, limit: int) -> None:
         self._logs = logs
         self._limit = limit
         self._encoders = ThreadPoolExecutor(threads, thread_name_prefix="encode")
@@ -47,14 +46,14 @@ class Pipeline:
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._bytes = 0
 
-    def submit(self, sample: Sample, states: codec.Bits, next_token: int, recipe: Recipe) -> None:
+    def submit(self, sample: CaptureSample, states: codec.Bits, next_token: int, provenance: Provenance) -> None:
         """Hand over one sample.
 
         Args:
-            sample: who it is.
-            states: [n, L, H], not to be changed afterwards.
+            sample: the sample.
+            states: [n, L, H]; must not be changed afterwards.
             next_token: the engine's greedy token after it.
-            recipe: how to encode it.
+            provenance: how to encode it.
 
         Raises:
             OSError: an earlier sample could not be written.
@@ -63,11 +62,11 @@ class Pipeline:
             self._wait_for_oldest()
         last = states[sample.last_rows, -1]  # [m, H]
         frames = []
-        for number, place in enumerate(places(len(states), len(last), recipe.aux_layers)):
-            aux = place.state < recipe.aux_layers
+        for number, place in enumerate(places(len(states), len(last), provenance.aux_layers)):
+            aux = place.state < provenance.aux_layers
             rows = states[place.start : place.stop, place.state] if aux else last[place.start : place.stop]
-            encoding = recipe.encoding if aux else "lossless"
-            crc = codec.seed(recipe.part, sample.id, number)
+            encoding = provenance.encoding if aux else "lossless"
+            crc = codec.seed(provenance.part, sample.id, number)
             frames.append(self._encoders.submit(codec.encode, rows, encoding, crc))
         future = self._writer.submit(self._append, sample, next_token, frames)
         self._waiting.append((states.nbytes, future))
@@ -89,15 +88,13 @@ class Pipeline:
         self._bytes -= size
         future.result()
 
-    def _append(self, sample: Sample, next_token: int, frames: Sequence[Future[Frame]]) -> None:
+    def _append(self, sample: CaptureSample, next_token: int, frames: Sequence[Future[Frame]]) -> None:
         encoded = [frame.result() for frame in frames]
         self._logs[sample.shard].append(sample.id, sample.token_ids, sample.last_rows, next_token, encoded)
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> CaptureWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._encoders.shutdown()
         self._writer.shutdown()

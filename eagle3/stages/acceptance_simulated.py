@@ -61,7 +61,7 @@ def make(
     device = choose_device(machine.device)
     trained = load_draft(draft.parent).to(device)
     reader = HiddenStateReader(hidden_states)
-    _check_layers(draft, trained.config.aux_layer_ids, reader.recipe.layer_ids[:-1])
+    _check_layers(draft, trained.config.aux_layer_ids, reader.provenance.layer_ids[:-1])
     samples, unsupervised = read_samples(evaluation)
     served = {sample["id"] for sample in choose(read_records(evaluation), settings.prompts)}
     loader = RowLoader(samples, reader, settings.drafts, device)

@@ -110,7 +110,7 @@ def _train(
         "train": data_digest(samples),
         "evaluation": data_digest(held_out),
     }
-    config = draft_config(settings, pinned, len(tensors["d2t"]), reader.recipe.layer_ids[:-1])
+    config = draft_config(settings, pinned, len(tensors["d2t"]), reader.provenance.layer_ids[:-1])
     draft = Draft(config, tensors["d2t"], tensors["t2d"])
     head = head_weights(pinned)
     initialize(draft, settings, pinned, head)

@@ -1,8 +1,8 @@
 """Capture the target's hidden states for every sample, into verified shards.
 
-A sample is durable as soon as it is compressed (`scratch`), so a kill costs the samples in flight. When all are
-there, each shard is written once, read back in full, and only then takes its name and the place of its log
-(`progress`). Disk needed: the result and one shard more.
+A sample is durable as soon as it is compressed (`capture_log`), so a kill costs only the samples in flight. When all
+samples are captured, each shard is written once and read back in full; only then does it get its name and replace its
+log (`capture_state`). Disk space needed: the result and one more shard.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from eagle3.files.hashing import hash_of, range_of, sha256
 from eagle3.files.records import Record, read_records, write_json
 from eagle3.hidden_states import codec
 from eagle3.hidden_states.audit import Statistics
-from eagle3.hidden_states.capture_state import Progress
-from eagle3.hidden_states.stored_sample import Int32s, Recipe
+from eagle3.hidden_states.capture_state import CaptureState
+from eagle3.hidden_states.stored_sample import Int32s, Provenance
 from eagle3.hidden_states.teacher import TeacherCheck, disagreement
-from eagle3.hidden_states.writer import Pipeline, Sample
+from eagle3.hidden_states.writer import CaptureSample, CaptureWriter
 from eagle3.target.pin import Target, load_target
 from eagle3.target.weights import head_weights
 
@@ -38,11 +38,11 @@ ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One token sequence, and the samples that consist of it (identical prompts can have identical answers)."""
+class TokenSequence:
+    """A token sequence, and its samples (identical prompts can have identical answers)."""
 
     token_ids: Int32s
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CaptureSample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,63 +76,65 @@ def make(
         counts: samples, tokens, failed samples by reason, agreement, bytes.
 
     Raises:
-        Eagle3Error: the engine's states disagree with its tokens; too many samples failed; nothing to capture.
+        Eagle3Error: the engine's states disagree with its tokens; too many samples failed; there is nothing to capture.
     """
     pinned = load_target(target)
     layer_ids = _layer_ids(settings, pinned)
-    wanted = read_samples(samples, settings.shards, pinned.vocab_size)
+    sequences = read_samples(samples, settings.shards, pinned.vocab_size)
     part = hash_of(pinned.revision, layer_ids, settings.encoding, settings.shards, engine, sha256(samples))
     head = head_weights(pinned)
-    with Progress(folder, part=part, shards=settings.shards, layer_ids=layer_ids, threads=machine.threads) as progress:
+    with CaptureState(folder, part=part, shards=settings.shards, layer_ids=layer_ids, threads=machine.threads) as state:
         check = TeacherCheck(head, settings.min_teacher_agreement)
-        run = _Run(pinned, part, layer_ids, settings, machine, progress, check)
-        run.capture_missing(wanted, engine, folder)
-        failures = run.failed(wanted)
-        progress.finish(head)
-        stats = _stats(progress, wanted, failures, settings)
+        run = _Run(pinned, part, layer_ids, settings, machine, state, check)
+        run.capture_missing(sequences, engine, folder)
+        failures = run.failed(sequences)
+        state.finish(head)
+        stats = _stats(state, sequences, failures, settings)
     write_json(folder / "stats.json", stats)
     return {name: value for name, value in stats.items() if name not in ("layers", "failures", "disagreed")}
 
 
-def read_samples(path: Path, shards: int, vocab_size: int) -> list[Wanted]:
-    """Return the sequences to capture, longest first: if memory does not suffice, that shows at once.
+def read_samples(path: Path, shards: int, vocab_size: int) -> list[TokenSequence]:
+    """Return the sequences to capture, longest first: if memory is short, that shows at once.
 
     Raises:
-        Eagle3Error: no samples, an id twice, or a record that is no sample.
+        Eagle3Error: there are no samples, or one is invalid or a duplicate.
     """
-    found: dict[bytes, Wanted] = {}
+    found: dict[bytes, TokenSequence] = {}
     seen: set[str] = set()
     for record in read_records(path):
         sample = _sample(record, shards, vocab_size, path)
         if sample.id in seen:
-            raise Eagle3Error("a sample is there twice", where=f"{path}, sample {sample.id}")
+            raise Eagle3Error("duplicate sample id", where=f"{path}, sample {sample.id}")
         seen.add(sample.id)
-        found.setdefault(sample.token_ids.tobytes(), Wanted(sample.token_ids)).samples.append(sample)
+        found.setdefault(sample.token_ids.tobytes(), TokenSequence(sample.token_ids)).samples.append(sample)
     if not found:
         raise Eagle3Error(
             "there are no samples to capture hidden states of",
             where=path,
             remedy="see the rejects of the samples stage for the reasons",
         )
-    return sorted(found.values(), key=lambda wanted: (-len(wanted.token_ids), wanted.samples[0].id))
+    return sorted(found.values(), key=lambda sequence: (-len(sequence.token_ids), sequence.samples[0].id))
 
 
-def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> Sample:
+def _sample(record: Record, shards: int, vocab_size: int, path: Path) -> CaptureSample:
     n = len(record["input_ids"])
     token_ids = np.array(record["input_ids"], "<i4")
     spans = record["spans"]
     if not n or not (0 <= token_ids.min() <= token_ids.max() < vocab_size):
         raise Eagle3Error(
-            "a sample's tokens are not of the target",
+            "a sample's tokens are not in the target's vocabulary",
             where=f"{path}, sample {record['id']}",
             expected=f"one or more ids in [0, {vocab_size:,})",
         )
     if any(not 0 <= start < end <= n for start, end in spans):
-        raise Eagle3Error("a sample's spans are not in its tokens", where=f"{path}, sample {record['id']}", found=spans)
+        raise Eagle3Error(
+            "a sample's spans are outside its tokens", where=f"{path}, sample {record['id']}", found=spans
+        )
     # Stored for a span [s, e): rows s-1 .. e-2. Which of them a loss reads: `draft.data.packing.supervised_roots`.
     rows = [np.arange(max(0, start - 1), end - 1) for start, end in spans]
     last_rows = np.unique(np.concatenate([*rows, [n - 1]])).astype("<i4")
-    return Sample(record["id"], token_ids, last_rows, range_of(hash_of("shard", record["id"]), shards))
+    return CaptureSample(record["id"], token_ids, last_rows, range_of(hash_of("shard", record["id"]), shards))
 
 
 def _layer_ids(settings: HiddenStatesSettings, target: Target) -> tuple[int, ...]:
@@ -149,59 +151,59 @@ def _layer_ids(settings: HiddenStatesSettings, target: Target) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Run:
-    """A capture under way."""
+    """A running capture."""
 
     target: Target
     part: str
     layer_ids: tuple[int, ...]
     settings: HiddenStatesSettings
     machine: MachineSettings
-    progress: Progress
+    state: CaptureState
     check: TeacherCheck
     failures: dict[str, Failure] = field(default_factory=dict)
 
-    def missing(self, wanted: Wanted) -> list[Sample]:
+    def missing(self, sequence: TokenSequence) -> list[CaptureSample]:
         """Return the samples of a sequence that have no states yet."""
-        return [sample for sample in wanted.samples if sample.id not in self.progress]
+        return [sample for sample in sequence.samples if sample.id not in self.state]
 
-    def capture_missing(self, wanted: Sequence[Wanted], settings: EngineSettings, folder: Path) -> None:
-        """Run the engine on all sequences without states; what fails is tried once more."""
-        tokens = sum(len(one.token_ids) for one in wanted)
-        lacking = sum(len(one.token_ids) for one in wanted if self.missing(one))
-        if not lacking:
+    def capture_missing(self, sequences: Sequence[TokenSequence], settings: EngineSettings, folder: Path) -> None:
+        """Run the engine on all sequences without states; failed ones are tried once more."""
+        tokens = sum(len(one.token_ids) for one in sequences)
+        missing = sum(len(one.token_ids) for one in sequences if self.missing(one))
+        if not missing:
             return
         with (
             open_engine(settings, self.machine, self.target, folder) as engine,
             console.Progress(tokens, "hidden states", "tokens") as bar,
         ):
-            bar.update(tokens - lacking)
+            bar.update(tokens - missing)
             for _ in range(ATTEMPTS):
-                with Pipeline(
-                    self.progress.logs, threads=self.machine.threads, limit=self.machine.buffer_mb << 20
-                ) as pipeline:
-                    for unit in self._units(wanted, engine.batch_size):
-                        for tokens in self._capture(engine, unit, pipeline):
+                with CaptureWriter(
+                    self.state.logs, threads=self.machine.threads, limit=self.machine.buffer_mb << 20
+                ) as writer:
+                    for unit in self._units(sequences, engine.batch_size):
+                        for tokens in self._capture(engine, unit, writer):
                             bar.update(tokens)
-                    pipeline.drain()
+                    writer.drain()
             self.check.flush()
 
-    def _units(self, wanted: Sequence[Wanted], batch_size: int | None) -> Iterator[Sequence[Wanted]]:
-        """Yield what to give to the engine at a time.
+    def _units(self, sequences: Sequence[TokenSequence], batch_size: int | None) -> Iterator[Sequence[TokenSequence]]:
+        """Yield the sequences of one call of the engine at a time.
 
-        Where rounding depends on the batch, batches are the same in every run, and one with a missing sample is
-        computed as a whole.
+        If rounding depends on the batch, batches are the same in every run, and one with a missing sample is computed
+        as a whole.
         """
         if batch_size is None:
-            if missing := [one for one in wanted if self.missing(one)]:
+            if missing := [one for one in sequences if self.missing(one)]:
                 yield missing
             return
-        for start in range(0, len(wanted), batch_size):
-            batch = wanted[start : start + batch_size]
+        for start in range(0, len(sequences), batch_size):
+            batch = sequences[start : start + batch_size]
             if any(self.missing(one) for one in batch):
                 yield batch
 
-    def _capture(self, engine: Engine, unit: Sequence[Wanted], pipeline: Pipeline) -> Iterator[int]:
-        """Capture one unit; yield the number of tokens of each sequence that was new."""
+    def _capture(self, engine: Engine, unit: Sequence[TokenSequence], writer: CaptureWriter) -> Iterator[int]:
+        """Capture one unit; yield the number of tokens of each newly captured sequence."""
         asked = {one.token_ids.tobytes(): one for one in unit}
         for capture in engine.capture([one.token_ids.tolist() for one in unit], self.layer_ids):
             one = asked.pop(np.array(capture.token_ids, "<i4").tobytes(), None)
@@ -212,17 +214,17 @@ class _Run:
             if isinstance(states, Failure):
                 self.failures.update({sample.id: states for sample in missing})
                 continue
-            recipe = self._recipe(engine, capture)
+            provenance = self._provenance(engine, capture)
             for sample in missing:
-                pipeline.submit(sample, states, capture.next_token, recipe)
+                writer.submit(sample, states, capture.next_token, provenance)
                 self.check.add(sample.id, states[-1, -1], capture.next_token)
             yield len(states)
         for one in asked.values():
             for sample in self.missing(one):
-                self.failures[sample.id] = Failure("not returned", "the engine gave no states for these tokens")
+                self.failures[sample.id] = Failure("not returned", "the engine returned no states for these tokens")
 
     def _states_of(self, capture: Capture) -> codec.Bits | Failure:
-        """Return the states [n, L, H] as bf16, or what is wrong with them."""
+        """Return the states [n, L, H] as bf16, or why they are unusable."""
         import torch
 
         states = capture.states
@@ -230,7 +232,7 @@ class _Run:
         if len(states) != shape[0]:
             return Failure("rows", f"{len(states)} rows for {shape[0]} tokens")
         if tuple(states.shape) != shape:
-            return Failure("shape", f"{tuple(states.shape)} where {shape} is expected")
+            return Failure("shape", f"{tuple(states.shape)}, expected {shape}")
         if states.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return Failure("dtype", f"{states.dtype} where a floating-point type of 16 or 32 bits is expected")
         bits = codec.bits(states.to("cpu", torch.bfloat16).contiguous())
@@ -239,15 +241,15 @@ class _Run:
                 return Failure("not finite", f"between rows {start} and {start + codec.FRAME_ROWS - 1}")
         return bits
 
-    def failed(self, wanted: Sequence[Wanted]) -> dict[str, Failure]:
+    def failed(self, sequences: Sequence[TokenSequence]) -> dict[str, Failure]:
         """Return the samples without states, by id, and why.
 
         Raises:
             Eagle3Error: they are more than the settings allow.
         """
-        missing = sorted(sample.id for one in wanted for sample in self.missing(one))
+        missing = sorted(sample.id for one in sequences for sample in self.missing(one))
         failures = {sample: self.failures[sample] for sample in missing}
-        total = sum(len(one.samples) for one in wanted)
+        total = sum(len(one.samples) for one in sequences)
         if len(failures) > self.settings.max_failed * total or len(failures) == total:
             named = [f"{sample} ({failure.reason}: {failure.detail})" for sample, failure in failures.items()]
             raise Eagle3Error(
@@ -255,12 +257,12 @@ class _Run:
                 where="; ".join(named[:5]) + ("; ..." if len(named) > 5 else ""),
                 found=f"{len(failures):,} of {total:,} after {ATTEMPTS} attempts",
                 expected=f"at most {self.settings.max_failed:.1%} (hidden_states.max_failed)",
-                remedy="see the engine's log; the samples that were captured are kept, and the next run goes on",
+                remedy="see the engine's log; captured samples are kept, and the next run resumes",
             )
         return failures
 
-    def _recipe(self, engine: Engine, capture: Capture) -> Recipe:
-        recipe = Recipe(
+    def _provenance(self, engine: Engine, capture: Capture) -> Provenance:
+        provenance = Provenance(
             part=self.part,
             target_revision=self.target.revision,
             layer_ids=self.layer_ids,
@@ -270,41 +272,44 @@ class _Run:
             engine_dtype=str(capture.states.dtype).removeprefix("torch."),
             versions=dict(engine.versions),
         )
-        self.progress.adopt(recipe)
-        return recipe
+        self.state.adopt(provenance)
+        return provenance
 
 
 def _stats(
-    progress: Progress, wanted: Sequence[Wanted], failures: dict[str, Failure], settings: HiddenStatesSettings
+    state: CaptureState,
+    sequences: Sequence[TokenSequence],
+    failures: dict[str, Failure],
+    settings: HiddenStatesSettings,
 ) -> dict[str, Any]:
-    """Return what `stats.json` says, from the finished shards.
+    """Return the content of `stats.json`, from the finished shards.
 
     Raises:
-        Eagle3Error: the teacher agrees with the engine too seldom.
+        Eagle3Error: teacher and engine agree too rarely.
     """
-    finished = [progress.finished[number] for number in range(settings.shards)]
-    assert progress.recipe is not None
-    samples = sum(len(one.samples) for one in wanted)
+    finished = [state.finished[number] for number in range(settings.shards)]
+    assert state.provenance is not None
+    samples = sum(len(one.samples) for one in sequences)
     stored = sum(len(found.ids) for found in finished)
     assert stored + len(failures) == samples
     disagreed = sorted(sample for found in finished for sample in found.disagreed)
     agreement = 1 - len(disagreed) / stored
     if agreement < settings.min_teacher_agreement:
         raise disagreement(agreement, stored, settings.min_teacher_agreement, disagreed)
-    statistics = sum((found.statistics for found in finished), Statistics.zero(len(progress.recipe.layer_ids)))
+    statistics = sum((found.statistics for found in finished), Statistics.zero(len(state.provenance.layer_ids)))
     plain = 2 * int(statistics.values.sum())
     size = sum(found.bytes for found in finished)
     return {
         "samples": samples,
-        "sequences": len(wanted),
+        "sequences": len(sequences),
         "stored": stored,
         "failed": dict(sorted(Counter(failure.reason for failure in failures.values()).items())),
         "tokens": sum(found.tokens for found in finished),
         "bytes": size,
         "share_of_bf16": size / plain,
         "teacher_agreement": agreement,
-        "engine_dtype": progress.recipe.engine_dtype,
-        "layers": statistics.rows(progress.recipe.layer_ids),
+        "engine_dtype": state.provenance.engine_dtype,
+        "layers": statistics.rows(state.provenance.layer_ids),
         "disagreed": disagreed,
         "failures": [{"id": sample, **vars(failure)} for sample, failure in failures.items()],
     }

@@ -28,12 +28,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.hidden_states import codec
-from eagle3.hidden_states.capture_log import Log
+from eagle3.hidden_states.capture_log import CaptureLog
 from eagle3.hidden_states.codec import Encoding
 from eagle3.hidden_states.reader import HiddenStateReader
 from eagle3.hidden_states.shard import write_shard
-from eagle3.hidden_states.stored_sample import Entry, Recipe
-from eagle3.hidden_states.writer import Pipeline, Sample
+from eagle3.hidden_states.stored_sample import Provenance, StoredSample
+from eagle3.hidden_states.writer import CaptureSample, CaptureWriter
 
 
 class Seconds(NamedTuple):
@@ -89,23 +89,23 @@ def timed(work: Callable[[], object]) -> Seconds:
 def shards(states: list[torch.Tensor], folder: Path, encoding: Encoding) -> dict[str, Seconds]:
     """Measure ours: to durable logs, on to a shard, and back."""
     n, L, H = states[0].shape
-    recipe = Recipe("part", "revision", LAYERS, H, encoding, "benchmark", "bfloat16", {})
-    log = Log(folder / "log", recipe.part, L - 1)
+    provenance = Provenance("part", "revision", LAYERS, H, encoding, "benchmark", "bfloat16", {})
+    log = CaptureLog(folder / "log", provenance.part, L - 1)
     path = folder / "shard-0.safetensors"
 
     def capture() -> None:
-        with Pipeline({0: log}, threads=THREADS, limit=1 << 30) as pipeline:
+        with CaptureWriter({0: log}, threads=THREADS, limit=1 << 30) as writer:
             for number, one in enumerate(states):
                 ids = np.arange(len(one), dtype=np.int32)
-                pipeline.submit(Sample(f"s{number:05}", ids, ids, 0), codec.bits(one), 0, recipe)
-            pipeline.drain()
+                writer.submit(CaptureSample(f"s{number:05}", ids, ids, 0), codec.bits(one), 0, provenance)
+            writer.drain()
 
     def read() -> None:
         for one in HiddenStateReader([path], threads=THREADS).stream(ahead_tokens=8 * n):
             assert one.aux.shape[2] == H
 
     figures = {"write": timed(capture)}
-    figures["finish"] = timed(lambda: write_shard(path, recipe, 0, 1, list(log.entries.values())))
+    figures["finish"] = timed(lambda: write_shard(path, provenance, 0, 1, list(log.samples.values())))
     log.remove()
     figures["read"] = min(timed(read) for _ in range(2))
     reader = HiddenStateReader([path], threads=THREADS)
@@ -158,16 +158,16 @@ def subjects(states: list[torch.Tensor]) -> Iterator[tuple[str, Callable[[Path],
 
 def opening(folder: Path, count: int) -> dict[str, Any]:
     """Measure opening `count` shards of 100 samples with 880 tokens each, in a process of its own."""
-    recipe = Recipe("part", "revision", LAYERS, 1, "lossless", "benchmark", "bfloat16", {})
-    log = Log(folder / "log", recipe.part, 3)
+    provenance = Provenance("part", "revision", LAYERS, 1, "lossless", "benchmark", "bfloat16", {})
+    log = CaptureLog(folder / "log", provenance.part, 3)
     ids = np.arange(880, dtype=np.int32)
-    with Pipeline({0: log}, threads=THREADS, limit=1 << 30) as pipeline:
-        pipeline.submit(Sample("s", ids, ids, 0), np.zeros((880, 4, 1), np.uint16), 0, recipe)
-        pipeline.drain()
-    like = vars(log.entries["s"])
+    with CaptureWriter({0: log}, threads=THREADS, limit=1 << 30) as writer:
+        writer.submit(CaptureSample("s", ids, ids, 0), np.zeros((880, 4, 1), np.uint16), 0, provenance)
+        writer.drain()
+    like = vars(log.samples["s"])
     for number in range(count):
-        entries = [Entry(**{**like, "id": f"{number:06}-{one:03}"}) for one in range(100)]
-        write_shard(folder / f"shard-{number}.safetensors", recipe, number, count, entries)
+        samples = [StoredSample(**{**like, "id": f"{number:06}-{one:03}"}) for one in range(100)]
+        write_shard(folder / f"shard-{number}.safetensors", provenance, number, count, samples)
     log.remove()
     done = subprocess.run([sys.executable, __file__, "--open", folder], capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)

@@ -257,7 +257,7 @@ def test_a_perfect_draft_is_always_accepted(scripted: Target, tmp_path: Path) ->
         assert served.accepted[name] == [full + (rest > position) for position in range(3)]
 
 
-def test_drafts_are_those_of_a_chain_computed_anew(scripted: Target, tmp_path: Path) -> None:
+def test_drafts_are_those_of_a_chain_computed_afresh(scripted: Target, tmp_path: Path) -> None:
     """Steps and accepted drafts equal those of a slow loop without a lasting cache.
 
     The draft is the perfect one with noise from its attention, which makes it wrong now and then: a cache that

@@ -145,7 +145,7 @@ def test_a_server_that_runs_elsewhere(endpoint: MachineSettings, scripted: Targe
         assert "vllm_model" in opened.versions
         with pytest.raises(Eagle3Error, match="captures no hidden states"):
             list(opened.capture([[1, 2, 3]], [0, 1, 2]))
-        with pytest.raises(Eagle3Error, match="must manage its own"):
+        with pytest.raises(Eagle3Error, match="must start its own"):
             opened.serve([ask("a")], GREEDY, None, 3)
 
 

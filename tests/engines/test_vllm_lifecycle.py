@@ -1,4 +1,4 @@
-"""The real vLLM ends with its job, and is started once more when it is lost in mid-run."""
+"""The real vLLM ends with its job, and is restarted once when it is lost during a run."""
 
 from __future__ import annotations
 

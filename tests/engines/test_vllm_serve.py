@@ -194,6 +194,6 @@ def test_sampled_drafts_are_not_measured_where_the_engine_verifies_them_wrongly(
         "print(expanded.tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[-1.0, -1.0, -1.0]", "mended? then VllmEngine.sampling_fault can go"
+    assert done.stdout.splitlines()[-1] == "[-1.0, -1.0, -1.0]", "fixed? then VllmEngine.sampling_fault can go"
     with open_engine(SETTINGS, MACHINE, llama, tmp_path) as engine:
         assert engine.sampling_fault

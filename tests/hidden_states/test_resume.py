@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle3.errors import Eagle3Error
-from eagle3.hidden_states.capture_log import Log, read_recipe, scan
+from eagle3.hidden_states.capture_log import CaptureLog, read_provenance, scan
 from eagle3.hidden_states.shard import Shard
 from tests.hidden_states.conftest import Make, TinyEngine, contents
 
@@ -103,17 +103,17 @@ def interrupted(make: Make, folder: Path) -> Path:
 
 def test_a_log_is_good_up_to_wherever_it_is_cut(make: Make, tmp_path: Path) -> None:
     whole = interrupted(make, tmp_path / "work")
-    recipe = read_recipe(whole.parent)
-    assert recipe is not None
-    ends = {entry.id: entry.offset + entry.size for entry in scan(whole, 3)}
+    provenance = read_provenance(whole.parent)
+    assert provenance is not None
+    ends = {stored.id: stored.offset + stored.size for stored in scan(whole, 3)}
     assert len(ends) > 5
     cut = tmp_path / "cut.log"
     for size in [*range(0, whole.stat().st_size, 4999), *ends.values()]:
         cut.write_bytes(whole.read_bytes()[:size])
-        log = Log(cut, recipe.part, 3)
+        log = CaptureLog(cut, provenance.part, 3)
         log.close()
         complete = {sample: end for sample, end in ends.items() if end <= size}
-        assert list(log.entries) == list(complete)
+        assert list(log.samples) == list(complete)
         assert cut.stat().st_size == max(complete.values(), default=0)
 
 
@@ -130,7 +130,7 @@ def test_a_damaged_record_costs_one_sample(make: Make, tmp_path: Path, share: fl
     assert contents(tmp_path / "work") == contents(tmp_path / "calm")
 
 
-def test_a_damaged_shard_is_made_anew_and_the_others_stay(make: Make, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_rebuilt_and_the_others_stay(make: Make, tmp_path: Path) -> None:
     make(tmp_path / "work")
     before = contents(tmp_path / "work")
     path = tmp_path / "work" / "shard-1.safetensors"
@@ -150,7 +150,7 @@ def test_another_version_of_the_engine_is_refused(make: Make, tmp_path: Path) ->
     interrupted(make, tmp_path / "work")
     engine = TinyEngine(make.model)
     engine.versions = {"tiny": "2"}
-    with pytest.raises(Eagle3Error, match="do not mix") as caught:
+    with pytest.raises(Eagle3Error, match="started with a different engine") as caught:
         make(tmp_path / "work", engine)
     assert "{'tiny': '2'}" in str(caught.value)
     assert "{'tiny': '1'}" in str(caught.value)

@@ -168,7 +168,7 @@ def test_engine_swapped_two_layers(make: Make, tmp_path: Path) -> None:
     )
     assert {fault.check for fault in report.faults} == {"parity"}
     details = {fault.detail.split("; ")[1] for fault in report.faults}
-    assert details == {"it is layer 5", "it is layer 4"}
+    assert details == {"it equals layer 5", "it equals layer 4"}
     assert len(report.faults) == 2 * 22
 
 
@@ -184,7 +184,7 @@ def test_engine_returned_states_after_the_norm(make: Make, tmp_path: Path) -> No
     report = spoiled(make, tmp_path / "work", lambda c, _: normed(c, make.model))
     assert {fault.check for fault in report.faults} == {"teacher", "parity"}
     parity = [fault.detail for fault in report.faults if fault.check == "parity"]
-    assert all("it is layer 8 after the final norm" in detail for detail in parity)
+    assert all("it equals layer 8 after the final norm" in detail for detail in parity)
 
 
 def test_engine_shifted_rows(make: Make, tmp_path: Path) -> None:

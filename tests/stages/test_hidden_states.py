@@ -15,10 +15,10 @@ from eagle3.artifacts.fingerprint import closure
 from eagle3.engines.base import Capture
 from eagle3.errors import Eagle3Error
 from eagle3.files.records import Record, read_json, write_records
-from eagle3.hidden_states.capture_log import Log
+from eagle3.hidden_states.capture_log import CaptureLog
 from eagle3.hidden_states.reader import HiddenStateReader
-from eagle3.hidden_states.stored_sample import Recipe
-from eagle3.hidden_states.writer import Pipeline, Sample
+from eagle3.hidden_states.stored_sample import Provenance
+from eagle3.hidden_states.writer import CaptureSample, CaptureWriter
 from tests.hidden_states.conftest import LAYERS, Alter, H, Make, TinyEngine, contents
 
 
@@ -140,10 +140,10 @@ def test_engines_in_half_precision_and_wrong_order_of_memory(make: Make, tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"spans": [[5, 900]]}, "spans are not in its tokens"),
-        ({"input_ids": []}, "not of the target"),
-        ({"input_ids": [1, 5000]}, "not of the target"),
-        ({"id": "s01-0"}, "there twice"),
+        ({"spans": [[5, 900]]}, "spans are outside its tokens"),
+        ({"input_ids": []}, "not in the target's vocabulary"),
+        ({"input_ids": [1, 5000]}, "not in the target's vocabulary"),
+        ({"id": "s01-0"}, "duplicate sample id"),
     ],
 )
 def test_samples_that_are_none_are_refused(
@@ -170,7 +170,7 @@ def test_an_edit_of_reading_or_verifying_captures_nothing_again() -> None:
     assert not covered & {"eagle3.hidden_states.reader", "eagle3.hidden_states.verify", "eagle3.cli.verify"}
 
 
-class SlowLog(Log):
+class SlowLog(CaptureLog):
     """A log whose disk waits for `go`."""
 
     go = threading.Event()
@@ -181,16 +181,16 @@ class SlowLog(Log):
 
 
 def test_a_slow_disk_holds_the_engine_back(tmp_path: Path) -> None:
-    recipe = Recipe("part", "sha256:one", (0, 1, 2, 3), H, "lossless", "tiny", "bfloat16", {})
-    log = SlowLog(tmp_path / "log", recipe.part, 3)
+    provenance = Provenance("part", "sha256:one", (0, 1, 2, 3), H, "lossless", "tiny", "bfloat16", {})
+    log = SlowLog(tmp_path / "log", provenance.part, 3)
     states = np.zeros((100, 4, H), np.uint16)
     handed_over: list[int] = []
-    with Pipeline({0: log}, threads=2, limit=3 * states.nbytes) as pipeline:
+    with CaptureWriter({0: log}, threads=2, limit=3 * states.nbytes) as writer:
 
         def engine() -> None:
             for number in range(12):
                 ids = np.arange(100, dtype=np.int32)
-                pipeline.submit(Sample(f"s{number}", ids, ids[-1:], 0), states, 0, recipe)
+                writer.submit(CaptureSample(f"s{number}", ids, ids[-1:], 0), states, 0, provenance)
                 handed_over.append(number)
 
         thread = threading.Thread(target=engine)
@@ -199,10 +199,12 @@ def test_a_slow_disk_holds_the_engine_back(tmp_path: Path) -> None:
         assert len(handed_over) == 3
         log.go.set()
         thread.join(60)
-        pipeline.drain()
+        writer.drain()
     log.close()
-    assert len(handed_over) == len(log.entries) == 12
+    assert len(handed_over) == len(log.samples) == 12
     # A sample larger than the limit goes alone.
-    with Pipeline({0: Log(tmp_path / "other", recipe.part, 3)}, threads=2, limit=1) as narrow:
-        narrow.submit(Sample("big", np.arange(100, dtype=np.int32), np.array([99], np.int32), 0), states, 0, recipe)
+    with CaptureWriter({0: CaptureLog(tmp_path / "other", provenance.part, 3)}, threads=2, limit=1) as narrow:
+        narrow.submit(
+            CaptureSample("big", np.arange(100, dtype=np.int32), np.array([99], np.int32), 0), states, 0, provenance
+        )
         narrow.drain()

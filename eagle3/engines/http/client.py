@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server many things at once, in bounded memory, and survives its bad moments."""
+"""A client that sends many requests at once to an OpenAI-compatible server, in bounded memory, with retries."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from eagle3.errors import Eagle3Error, RejectedError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Repeats after lost connections and answers 408, 409, 429 and 5xx, with growing pauses: 16 s in all.
+# Retries after lost connections and status 408, 409, 429 and 5xx, with growing pauses: 16 s in all.
 _RETRIES = 5
 _CONNECT_TIMEOUT = 30.0
 
 
 class ServerLostError(Exception):
-    """The server is gone or hangs; what was asked may be asked again."""
+    """The server is gone or hangs; its requests may be sent again."""
 
 
 def api_key() -> str:
-    """Return the key of a server that is not ours: only from the environment."""
+    """Return the API key of a server that is not ours; it is read from the environment only."""
     return os.environ.get("OPENAI_API_KEY") or "none"
 
 
@@ -39,7 +39,7 @@ class Client:
     Args:
         url: base address, ending in `/v1`.
         key: API key.
-        timeout: seconds for one answer, retries included.
+        timeout: seconds for one answer, including retries.
     """
 
     def __init__(self, url: str, key: str, *, timeout: float) -> None:
@@ -50,7 +50,7 @@ class Client:
 
     @property
     def root(self) -> str:
-        """Address of `/health`, `/version` and `/metrics`."""
+        """The address below which `/health`, `/version` and `/metrics` are."""
         return self.url.removesuffix("/v1")
 
     def fetch_text(self, path: str) -> str:
@@ -61,7 +61,7 @@ class Client:
             raise Eagle3Error("a server does not answer", where=self.root + path, found=error) from None
 
     def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Ask for one thing and wait: GET, or POST if there is a body; `path` is below `/v1`.
+        """Send one request and wait: GET, or POST if there is a body; `path` is below `/v1`.
 
         Raises:
             Eagle3Error: the server cannot be reached, or refuses.
@@ -76,18 +76,18 @@ class Client:
                 runner.run(client.close())
 
     def model(self, wanted: str | None) -> dict[str, Any]:
-        """Return what the server lists of the model to use: `id`, and at vLLM `max_model_len`.
+        """Return the server's entry for the model to use: `id`, and with vLLM `max_model_len`.
 
         Raises:
-            Eagle3Error: it is not there, or several are and none is named.
+            Eagle3Error: the model is missing, or there are several and none is named.
         """
         models = self.fetch("/models")["data"]
         found = [model for model in models if wanted in (None, model["id"])]
-        # vLLM lists adapters as well: they name the model they belong to.
+        # vLLM lists adapters, too: they name the model they belong to.
         found = [model for model in found if not model.get("parent")] or found
         if len(found) != 1:
             raise Eagle3Error(
-                "the model to use at a server is not clear",
+                "it is not clear which of the server's models to use",
                 where=self.url,
                 found=", ".join(model["id"] for model in models) or "no model",
                 expected=wanted or "one model",
@@ -97,12 +97,12 @@ class Client:
         return entry
 
     async def ask(self, client: openai.AsyncOpenAI, path: str, body: dict[str, Any] | None) -> Any:
-        """Return the JSON answer to one request.
+        """Return the JSON response to one request.
 
         Raises:
             RejectedError: `refused` (4xx), `server_error` (5xx of a healthy server), `timeout`, `not_json`.
-            ServerLostError: the connection failed, or nothing at all was answered for as long as a request may take.
-            Eagle3Error: the key, the address or the rate limit is wrong: no request will ever succeed.
+            ServerLostError: the connection failed, or no request was answered for as long as one may take.
+            Eagle3Error: the key, the address or the rate limit is wrong: no request can succeed.
         """
         try:
             async with asyncio.timeout(self._timeout):
@@ -153,15 +153,15 @@ class Client:
         weight: Callable[[Item], int] = lambda _: 1,
         recover: Callable[[ServerLostError], None],
     ) -> Iterator[Result]:
-        """Work on the items, several at a time, and yield what comes of them, in any order.
+        """Process the items, several at a time, and yield the results in any order.
 
         Args:
-            work: what to do with one item; it asks through `ask`.
+            work: processes one item; sends its requests with `ask`.
             items: read one by one.
-            limit: the most weight that may be in flight; one item always may.
+            limit: maximum weight in flight; one item may exceed it.
             weight: of an item.
-            recover: called when the server is lost. Returns when it is back (with `url` set to where it is now);
-                the items that were in flight are then worked on again. Or raises.
+            recover: called when the server is lost. Returns when it is back (with `url` set to its new address), and
+                the items in flight are processed again; or raises.
         """
         waiting = deque(items)
         with asyncio.Runner() as runner:
@@ -179,7 +179,7 @@ class Client:
         limit: int,
         weight: Callable[[Item], int],
     ) -> Generator[Result, None, ServerLostError | None]:
-        """Empty `waiting`, or return why the server is lost, with all unfinished items back in it."""
+        """Process all of `waiting`, or put unfinished items back and return why the server was lost."""
         client = self._connect()
         running: dict[asyncio.Future[Result], Item] = {}
         load = 0
@@ -209,7 +209,7 @@ class Client:
 
     def _connect(self) -> openai.AsyncOpenAI:
         http = openai.DefaultAsyncHttpxClient(
-            # One time-out for the whole of a request stands in `ask`: a model thinks for minutes without a byte.
+            # `ask` limits the whole request: a model can think for minutes without sending a byte.
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=not is_loopback(self.url),

@@ -1,4 +1,4 @@
-"""Chat completions: what we ask an OpenAI-compatible server, and what we keep of its answer."""
+"""Chat completions: the request to an OpenAI-compatible server, and what is kept of its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagle3.records import Message
 
 
 def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[str, Any]:
-    """Return the body of `POST /chat/completions`, in the fields that every server knows.
+    """Return the body of `POST /chat/completions`, with the fields that every server knows.
 
     With `prompt_ids` it is the body of `POST /completions`.
     """
@@ -32,14 +32,14 @@ def body_of(request: GenerationRequest, sampling: Sampling, model: str) -> dict[
 
 
 def _for_server(message: Message) -> Mapping[str, object]:
-    """History with the reasoning in the field that the server reads: vLLM's `reasoning`, or SGLang's."""
+    """Return a message of the history with its reasoning in both fields: vLLM reads `reasoning`, SGLang the other."""
     if reasoning := message.get("reasoning"):
         return {**message, "reasoning_content": reasoning}
     return message
 
 
 def read_message(choice: dict[str, Any]) -> Message:
-    """Return the assistant message of an answer as history wants it."""
+    """Return the assistant message of an answer, for the next turn's history."""
     answer = choice.get("message") or {"content": choice["text"]}
     message: Message = {"role": "assistant", "content": answer.get("content") or ""}
     if reasoning := answer.get("reasoning") or answer.get("reasoning_content"):
@@ -49,12 +49,12 @@ def read_message(choice: dict[str, Any]) -> Message:
     return message
 
 
-# Ids stand beside the raw answer; the others differ from run to run.
+# Token ids are stored next to the raw answer; the others differ from run to run.
 _DROPPED = frozenset({"prompt_token_ids", "token_ids", "id", "created", "system_fingerprint"})
 
 
 def read_raw(answer: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the answer without token ids (kept elsewhere) and nulls, and the seconds that it took."""
+    """Return the answer without token ids (stored elsewhere) and nulls, with the seconds it took."""
     raw = {key: value for key, value in answer.items() if key not in _DROPPED}
     raw["choices"] = [{k: v for k, v in choice.items() if k not in _DROPPED} for choice in answer["choices"]]
     kept: dict[str, Any] = _without_nulls(raw)

@@ -1,4 +1,4 @@
-"""A server that we start for a job, and that ends with it: also when the job is killed."""
+"""A server that is started for a job and ends with it, even when the job is killed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 import httpx2
 
 from eagle3.console import say
 from eagle3.errors import Eagle3Error
 
-# Seconds between two looks at a server that is loading, or at GPU memory that is being freed.
+# Seconds between two checks of a loading server, or of GPU memory that is being freed.
 _POLL = 0.25
 # Seconds that the driver may take to free the memory of ended processes.
 _MEMORY_DEADLINE = 120.0
@@ -33,13 +32,13 @@ class Server:
     """A server process on the loopback interface, as a context manager.
 
     Args:
-        name: what the user knows it as.
-        command: how to start it; it must answer `GET /health` with 200 when ready.
+        name: its name in messages.
+        command: starts it; it must answer `GET /health` with 200 when ready.
         port: the port that `command` makes it listen on.
-        environment: its whole environment.
-        log: where its output goes; the output of an earlier start is kept in front.
+        environment: its complete environment.
+        log: file to which its output is appended.
         startup_timeout: seconds it may take to be ready.
-        scratch: a folder that is removed when the server has ended, whatever ended it.
+        scratch: a folder that is removed when the server has ended, for whatever reason.
     """
 
     def __init__(
@@ -64,16 +63,28 @@ class Server:
         self._memory_before: list[int] = []
 
     def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the server; return when it is ready.
+
+        Raises:
+            Eagle3Error: it ended, or was not ready in time.
+        """
         self._memory_before = gpu_memory()
         with self.log.open("ab") as output:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "eagle3.engines.http.supervisor", str(self._scratch or ""), *self._command],
-                # We never write to this pipe: the kernel closes it when we end, and the supervisor sees that.
+                # Never written to: the kernel closes this pipe when this process ends, and the supervisor notices.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env=self._environment,
-                # A Ctrl-C in the terminal must reach us alone: we end the server in order.
+                # Ctrl-C in the terminal must reach this process only, which then ends the server in order.
                 start_new_session=True,
             )
         try:
@@ -81,15 +92,9 @@ class Server:
         except BaseException:
             self.close()
             raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
-        """End the server and return when its processes are gone and its GPU memory is free."""
+        """End the server; return when its processes are gone and its GPU memory is free."""
         if self._supervisor is None:
             return
         supervisor, self._supervisor = self._supervisor, None
@@ -100,21 +105,21 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs; says nothing of its health."""
+        """Whether the process runs, healthy or not."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def last_lines(self, count: int = 12) -> str:
         """Return the end of the log: the last lines that name an error if there are any, else the last lines."""
         with self.log.open(encoding="utf-8", errors="replace") as file:
             lines = deque(file, maxlen=2000)
-        # A crash of vLLM ends in pages of traceback and leak reports; what happened stands in these.
+        # A crash of vLLM ends in pages of traceback and leak reports; these lines say what happened.
         errors = dict.fromkeys(
             line for line in lines if re.search(r"\b\w*(Error|Exception): |\bERROR\b.*\berror\b", line)
         )
         return "".join([*(errors or lines)][-count:]).strip() or "(nothing)"
 
     def fault(self, problem: str, remedy: str) -> Eagle3Error:
-        """Return an error about this server that shows the server's own last lines."""
+        """Return an error about this server that shows the last lines of its log."""
         return Eagle3Error(
             problem,
             where=self.log,
@@ -127,7 +132,10 @@ class Server:
         say(f"starting {self.name}; log: {self.log}")
         while not healthy(self.url):
             if not self.alive:
-                raise self.fault(f"{self.name} ended while starting", "mend what the lines say; see `engine` in config")
+                raise self.fault(
+                    f"{self.name} ended while starting",
+                    "fix what these lines report; see `engine` in the configuration",
+                )
             if time.monotonic() - start > self._startup_timeout:
                 raise self.fault(
                     f"{self.name} was not ready after {self._startup_timeout:.0f} s",
@@ -163,19 +171,19 @@ def healthy(url: str) -> bool:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is on this machine; proxies of the environment do not lead back here."""
+    """Whether an address is on this machine; a proxy would not lead back to it."""
     return httpx2.URL(url).host in ("127.0.0.1", "localhost", "::1")
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
+    """Return a port of the loopback interface that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def scratch_folder() -> Path:
-    """Return a new folder for files that live for seconds: in memory if the system has such a place."""
+    """Return a new folder for short-lived files: in memory if the system has such a file system."""
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 30 else None
     return Path(tempfile.mkdtemp(prefix="eagle3-", dir=parent))
@@ -193,7 +201,7 @@ def gpu_memory() -> list[int]:
 
 
 def _wait_for_memory(before: Sequence[int], name: str) -> None:
-    """Return when the GPUs hold no more than before: the next stage needs the memory at once."""
+    """Wait until the GPUs use no more memory than before: the next stage needs it at once."""
     start = time.monotonic()
     while any(now > then + _MEMORY_SLACK for now, then in zip(gpu_memory(), before, strict=False)):
         if time.monotonic() - start > _MEMORY_DEADLINE:
@@ -201,6 +209,6 @@ def _wait_for_memory(before: Sequence[int], name: str) -> None:
                 f"GPU memory was not freed after {name} ended",
                 found=f"{gpu_memory()} MiB used",
                 expected=f"at most {list(before)} MiB (as before)",
-                remedy="look for left-over processes with nvidia-smi",
+                remedy="look for leftover processes with nvidia-smi",
             )
         time.sleep(_POLL)

@@ -1,10 +1,10 @@
-"""Runs a server for a job and ends it, with all its children, as soon as the job is gone, however it went.
+"""Runs a server for a job and ends it, with all its children, as soon as the job has ended, for whatever reason.
 
     python -m eagle3.engines.http.supervisor SCRATCH COMMAND...
 
-The job holds the write end of this process's standard input. The kernel closes it when the job ends, also after a
-SIGKILL. The server then gets SIGTERM, and what is left of it SIGKILL; SCRATCH (a folder) is removed. If the server
-ends on its own, this process ends with its exit status.
+The job holds the write end of this process's standard input. The kernel closes it when the job ends, even after a
+SIGKILL. The server then gets SIGTERM, and processes that remain get SIGKILL; SCRATCH (a folder) is removed. If the
+server ends on its own, this process ends with its exit status.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(scratch: str, command: list[str]) -> int:
-    """Run the server until it ends or the job is gone; return the server's exit status."""
+    """Run the server until it or the job ends; return the server's exit status."""
     libc = ctypes.CDLL(None)
-    # Orphaned grandchildren (vLLM's engine processes after a crash of its front) become our children: none escapes.
+    # Orphaned grandchildren (vLLM's engine processes after a crash of its API server) become our children.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
     asked_to_end = False
@@ -77,7 +77,7 @@ def end_children() -> None:
 
 
 def _tidies_up(process: psutil.Process) -> bool:
-    """Whether this is Python's tracker of shared memory: it removes what killed processes leave, and ends last."""
+    """Whether this is Python's resource tracker, which removes the shared memory of killed processes and ends last."""
     return any("resource_tracker" in word for word in process.cmdline())
 
 

@@ -1,4 +1,4 @@
-"""A batch on its way through the target: prefill, next tokens, and taps on inner states.
+"""A batch in the target: prefill, next tokens, and taps on inner states.
 
 B rows · n new tokens a row · V vocabulary · H hidden size.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from eagle3.export.position_cache import PositionCache
 
 ATTENTION = "eagle3_grouped"
-# More new tokens than this are a prefill, where folding gains nothing and its mask grows.
+# More new tokens than this are a prefill, where that gains nothing and the mask grows.
 _FOLDED = 16
 
 
@@ -30,8 +30,8 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend with query heads [B, heads, n, d] that share key-value heads [B, groups, m, d]; transformers' interface.
 
-    While decoding, the query heads of a group are folded into rows of one product, so that nothing copies the
-    cache once for each head: a step of a 135M model on a CPU takes half to two thirds of the time (measured).
+    While decoding, the query heads of a group become rows of one matrix product, so that the cache is not copied
+    for each head: a step of a 135M model on a CPU takes half to two thirds of the time (measured).
     Without a mask it is causal.
     """
     B, heads, n, d = query.shape
@@ -76,11 +76,11 @@ def tapped(model: Any, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]
         yield states
 
 
-class Rows:
+class Batch:
     """Token sequences of any lengths that the target continues.
 
-    Short prompts are padded on the right: no token can see the padding, and later tokens take its slots in
-    the cache. What a row gives does not depend on the rows beside it, but for rounding.
+    Short prompts are padded on the right: no token can see the padding, and later tokens overwrite its slots in
+    the cache. The output of a row does not depend on the other rows, except for rounding.
     """
 
     def __init__(self, model: Any) -> None:

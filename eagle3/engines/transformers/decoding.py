@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from eagle3.engines.base import Sampling
-from eagle3.engines.transformers.batch import Rows
+from eagle3.engines.transformers.batch import Batch
 
-# Nucleus sampling sorts this many of the likeliest tokens, and all only where these do not reach `top_p`.
+# Nucleus sampling sorts this many of the likeliest tokens, and all of them only if these do not reach `top_p`.
 _CANDIDATES = 1024
-# Finished rows leave the batch when at most this share of it is unfinished: leaving copies the cache.
+# Finished rows are dropped when at most this share of the batch is unfinished: dropping them copies the cache.
 _WORTH_DROPPING = 0.75
 
 
@@ -51,7 +51,7 @@ def decode(
     Args:
         model: the target.
         prompts: token ids of each row.
-        limits: most tokens for each row.
+        limits: maximum number of tokens for each row.
         stop_ids: ids that end a generation.
         sampling: how to choose tokens.
         seeds: of each row's own random generator.
@@ -59,8 +59,8 @@ def decode(
     answers = [Answer(limit) for limit in limits]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     live = list(range(len(prompts)))
-    rows = Rows(model)
-    logits = rows.prefill(prompts)
+    batch = Batch(model)
+    logits = batch.prefill(prompts)
     while True:
         tokens = choose(logits, sampling, [generators[row] for row in live])
         for row, token in zip(live, tokens.tolist(), strict=True):
@@ -70,9 +70,9 @@ def decode(
             if not len(kept):
                 return answers
             live, tokens = [live[index] for index in kept.tolist()], tokens[kept]
-            rows.select(kept)
-        logits = rows.extend(tokens[:, None])[:, 0]
-        rows.accept(1)
+            batch.select(kept)
+        logits = batch.extend(tokens[:, None])[:, 0]
+        batch.accept(1)
 
 
 def unfinished(answers: Sequence[Answer], live: Sequence[int], device: torch.device) -> torch.Tensor | None:
@@ -87,7 +87,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
     """Choose a token [B] for every row of logits [B, V].
 
     Every row spends one random number of its own generator a token, so that what it draws does not depend on
-    the rows beside it.
+    the other rows.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from eagle3.config.engine import EngineSettings
 from eagle3.config.machine import MachineSettings
 from eagle3.engines.base import Capture, Generation, GenerationRequest, Sampling, Served, failed
 from eagle3.engines.dtype import compute_dtype
-from eagle3.engines.transformers.batch import ATTENTION, Rows, grouped_attention, padded, tapped
+from eagle3.engines.transformers.batch import ATTENTION, Batch, grouped_attention, padded, tapped
 from eagle3.engines.transformers.decoding import Answer, decode
 from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.gpus import choose_device
@@ -57,16 +56,14 @@ class TransformersEngine:
     def __enter__(self) -> TransformersEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loaded = None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
         """Yield an answer for every request, in order.
 
-        Requests that cannot be answered come with an error: those that the template refuses, and
-        `prompt_too_long` where the context leaves no room for an answer.
+        Requests that cannot be answered yield an error: those that the template refuses, and
+        `prompt_too_long` if the prompt fills the context.
         """
         model = self._model(self._dtype)
         for batch in _batches(requests, self.batch_size):
@@ -101,8 +98,8 @@ class TransformersEngine:
                     yield Capture(list(sequence), stacked[row, : len(sequence)].clone(), next_token)
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
-        """Answer every request, in float32 so that both ways round alike; see `Engine.serve`."""
-        # By name: generation and capture are no other for an edit of how drafts are served.
+        """Answer every request, in float32 so that both modes round alike; see `Engine.serve`."""
+        # Imported by name, so that an edit of serving does not count for artifacts of generation and capture.
         speculation = importlib.import_module("eagle3.engines.transformers.speculation")
         model = self._model(torch.float32)
         self.versions["serving_dtype"] = "float32"
@@ -137,7 +134,7 @@ class TransformersEngine:
         model = self._model(torch.float32)
         gaps = []
         for prefix, (first, second) in zip(prefixes, pairs, strict=True):
-            logits = Rows(model).prefill([prefix])[0]
+            logits = Batch(model).prefill([prefix])[0]
             gaps.append(float(logits[first] - logits[second]))
         return gaps
 
@@ -185,7 +182,7 @@ def load_model(target: Target, dtype: torch.dtype) -> Any:
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(ATTENTION, grouped_attention)
-    # cuDNN's attention plans anew for every length of the cache: 114 ms a token on an H200, 0.2 ms without (measured).
+    # cuDNN's attention plans again for every length of the cache: 114 ms a token on an H200, 0.2 ms without (measured).
     torch.backends.cuda.enable_cudnn_sdp(False)
     options = {"trust_remote_code": target.trust_remote_code, "local_files_only": True}
     try:

@@ -1,8 +1,8 @@
 """Runs inside vLLM: writes the hidden states of finished requests to files, on CPU and GPU.
 
-vLLM's method `extract_hidden_states` keeps the states of every prompt token in a cache of its own. Its
-`ExampleHiddenStatesConnector` copies them out, but needs CUDA, and a reader can meet a half-written file. Here a
-file appears whole under its final name, or a file with the suffix `.error` says why it does not.
+vLLM's method `extract_hidden_states` keeps the states of every prompt token in its own cache. Its
+`ExampleHiddenStatesConnector` copies them out, but needs CUDA, and a reader can find a half-written file. Here a
+file is complete when it appears under its final name, or a file with the suffix `.error` says what failed.
 
 vLLM loads this class by name (`kv_connector_module_path`); nothing in vLLM is patched. Written for vLLM 0.32.
 """
@@ -26,7 +26,7 @@ from eagle3.files.atomic import atomic_write
 
 
 class _Done:
-    """Stands for the event of a copy that is complete: on a CPU there is nothing to wait for."""
+    """The event of a completed copy: on a CPU there is nothing to wait for."""
 
     def query(self) -> bool:
         return True
@@ -40,7 +40,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Files are complete when they have their name: no locks.
+        # No locks are needed: a file is complete when it has its name.
         self.use_lock = False
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
         self._layer_ids = json.dumps(list(config.eagle_aux_hidden_state_layer_ids))
@@ -65,7 +65,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
-        """Write one file whole, or an error file; runs in a writer thread."""
+        """Write one complete file, or an error file; runs in a writer thread."""
         path = Path(filename)
         try:
             event.synchronize()

@@ -1,4 +1,4 @@
-"""How many drafted tokens the target kept, as vLLM counts them: per request, and for the whole server."""
+"""vLLM's counts of accepted draft tokens: per request, and for the whole server."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Counts:
-    """Verification steps with a draft, and the drafts that were kept by position (length k)."""
+    """Verification steps with draft tokens, and accepted draft tokens by position (length k)."""
 
     steps: int
     accepted: tuple[int, ...]
 
 
 def of_answer(answer: dict[str, Any], k: int) -> Counts:
-    """Read the figures of one request (`--per-request-spec-decode-metrics summary`).
+    """Read the counts of one request (`--per-request-spec-decode-metrics summary`).
 
-    vLLM gives a histogram: entry j counts the steps in which exactly j drafts were kept. None if no step was made.
+    vLLM gives a histogram: entry j counts the steps in which exactly j draft tokens were accepted. It is
+    missing if there was no such step.
     """
     figures = (answer.get("metrics") or {}).get("speculative_decoding")
     if figures is None:

