@@ -4,7 +4,7 @@ It starts at a stage's `make` and follows names, definition by definition: a def
 assignment at the top level of a module. What counts is the text of every definition reached, and which definitions
 and which names of other packages it refers to. Modules do not count, nor do import lines, docstrings, comments, types
 of arguments and the version of Python (3.11 to 3.13 agree): moving a definition, splitting, merging or renaming
-modules and editing a neighbour that nobody uses change nothing.
+modules, and editing an unused neighbour change nothing.
 
 In doubt, code counts:
 

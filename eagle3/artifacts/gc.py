@@ -1,4 +1,4 @@
-"""What the store holds that no run refers to. Nothing is deleted unless the user says so."""
+"""What is in the store but used by no run. Nothing is deleted unless the user says so."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from eagle3.artifacts.store import Store
 
 @dataclass(frozen=True)
 class Unused:
-    """A folder that no run under `results/` refers to."""
+    """A folder that no run under `results/` uses."""
 
     path: Path
     kind: str
-    """`artifact`: finished, of an earlier generation; `work`: begun and never finished."""
+    """`artifact`: finished, of an earlier generation; `work`: started and never finished."""
     bytes: int
 
 
 def unused(store: Store) -> list[Unused]:
-    """List finished artifacts that no run refers to, and abandoned work, largest first.
+    """List finished artifacts that no run uses, and abandoned work, largest first.
 
     Work folders that a running job holds are not listed.
     """

@@ -40,14 +40,14 @@ class Job:
         sources: Sequence[Path] = (),
         beside: Sequence[Path] = (),
     ) -> None:
-        """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if need be.
+        """Bring a stage's artifact into the folder of `output`, its manifest; compute it only if the store has none.
 
         Args:
             stage: the stage's name.
             output: the manifest to write.
             inputs: files of other artifacts by role: the arguments of the stage's `make`.
             sources: files from outside the workflow.
-            beside: files that are read with an input because they lie beside it; they count for the key as well.
+            beside: files that are read with an input because they are next to it; they count for the key as well.
         """
         settings = self.settings(stage)
         sections = self._typed(settings, STAGES[stage].sections)

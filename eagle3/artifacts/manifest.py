@@ -1,4 +1,4 @@
-"""The manifest: what an artifact folder holds, from what it was made, and by what.
+"""The manifest: what an artifact folder holds, what it was made from, and by which software.
 
 An *artifact* is a folder that one job makes. Its `manifest.json` is written last, so a folder with a manifest is
 complete. File hashes in manifests are how a stage knows its inputs without reading terabytes again.
@@ -66,7 +66,7 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of an artifact folder.
 
     Raises:
-        Eagle3Error: there is none, or it is damaged.
+        Eagle3Error: the manifest is missing or damaged.
     """
     path = folder / NAME
     try:
@@ -117,13 +117,13 @@ def check_file(path: Path, entry: FileEntry, *, content: bool = True) -> None:
     Raises:
         Eagle3Error: the file is missing, truncated or altered.
     """
-    remedy = "delete the file and run snakemake again: only this artifact is made anew"
+    remedy = "delete the file and run snakemake again: only this artifact is rebuilt"
     if not path.is_file():
         raise Eagle3Error("a file of an artifact is missing", where=path, remedy=remedy)
     size = path.stat().st_size
     if size != entry.bytes:
         raise Eagle3Error(
-            "a file of an artifact has another size than when it was made",
+            "a file of an artifact has changed size since it was made",
             where=path,
             found=f"{size:,} bytes",
             expected=f"{entry.bytes:,} bytes",

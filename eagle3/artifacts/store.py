@@ -131,25 +131,25 @@ class Store:
             _commit(work, self.entries / accepted.stage / accepted.key, accepted)
 
     def _lookup(self, stage: str, key: str) -> Manifest | None:
-        """Return the entry's manifest if it is there and unharmed.
+        """Return the entry's manifest if it is there and undamaged.
 
-        A harmed entry goes back to the work folder without its harmed files: the stage makes only those anew.
+        A damaged entry goes back to the work folder without its damaged files: the stage rebuilds only those.
         """
         entry = self.entries / stage / key
         if not (entry / manifests.NAME).is_file():
             return None
         found = manifests.read(entry)
-        harmed = []
+        damaged = []
         for name, file in found.files.items():
             try:
                 check(entry / name, file, found)
             except Eagle3Error as error:
-                say(f"{error}\n  it is made anew")
-                harmed.append(name)
-        if not harmed:
+                say(f"{error}\n  it is rebuilt")
+                damaged.append(name)
+        if not damaged:
             return found
         (entry / manifests.NAME).unlink()
-        for name in harmed:
+        for name in damaged:
             (entry / name).unlink(missing_ok=True)
         work = self.work / stage / key
         shutil.rmtree(work, ignore_errors=True)
@@ -273,7 +273,7 @@ def _translate_os_errors(output: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem, remedy = (
                 "the disk is full",
-                "free space (`eagle3 gc` lists what nothing refers to) and run snakemake again: it continues",
+                "free space (`eagle3 gc` lists what no run uses) and run snakemake again: it resumes",
             )
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             problem, remedy = (

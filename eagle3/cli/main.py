@@ -29,12 +29,12 @@ app = typer.Typer(
         eagle3 --configfile config/config.yaml samples --target results/demo/target/target.json
         --output results/demo/samples/part-0/manifest.json results/demo/responses/part-0/shard-*
 
-    Exit codes: 0 done, 1 a fault in input, settings or artifacts (the message says what to do), 2 wrong usage,
-    70 a fault in this program.""",
+    Exit codes: 0 done, 1 an error in the input, settings or artifacts (the message says what to do), 2 wrong
+    usage, 70 a bug in this program.""",
 )
 app.add_typer(tools)
 
-STAGES = "Stages, in the order of the data"
+STAGES = "Stages, in order"
 TargetFile = Annotated[Path, typer.Option(help="target.json of the pinned target.")]
 Output = Annotated[Path, typer.Option(help="Manifest to write; the artifact's files go into its folder.")]
 Shards = Annotated[list[Path], typer.Argument(help="Hidden-state shards.")]
@@ -65,7 +65,7 @@ def common(
 
 @app.command(rich_help_panel=STAGES)
 def target(context: typer.Context, output: Output) -> None:
-    """Pin the target model: fetch it if need be, and record exactly which one it is."""
+    """Pin the target model: download it if necessary, and record exactly which one it is."""
     context.obj.produce("target", output, {})
 
 
@@ -228,7 +228,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command line; faults a user can mend end with a message instead of a traceback."""
+    """Run the command line; errors that a user can fix end with a message instead of a traceback."""
     try:
         app()
     except Eagle3Error as error:
@@ -238,5 +238,5 @@ def main() -> None:
         console.fail("stopped; run the same command again to continue")
         sys.exit(130)
     except Exception:
-        console.fail("this is a fault in eagle3 itself:\n" + traceback.format_exc())
+        console.fail("this is a bug in eagle3:\n" + traceback.format_exc())
         sys.exit(70)

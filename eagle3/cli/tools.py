@@ -64,7 +64,7 @@ def _could_accept(stage: StagePlan) -> str:
 @app.command(rich_help_panel=TOOLS)
 def accept(
     context: typer.Context,
-    stages: Annotated[list[str], typer.Argument(metavar="STAGE...", help="Stages whose artifacts stay valid.")],
+    stages: Annotated[list[str], typer.Argument(metavar="STAGE", help="Stages whose artifacts stay valid.")],
     run: Annotated[str | None, typer.Option(help="Only artifacts of results/RUN; by default, of all runs.")] = None,
 ) -> None:
     """Declare that finished artifacts of earlier code stay valid under today's code.
@@ -76,7 +76,7 @@ def accept(
 
         eagle3 accept responses hidden_states   # keeps it
 
-        snakemake --cores 8                     # adopts it instead of computing it
+        snakemake --cores 8                     # adopts it, computes nothing
 
     The artifacts are linked into the store under their new key. The manifest records who accepted them, when, and the
     fingerprint of the code that made them.
@@ -84,7 +84,9 @@ def accept(
     from eagle3.artifacts.accept import accept as accept_stage
 
     job: Job = context.obj
-    found = [(stage, artifact) for stage in stages for artifact in accept_stage(job.store, stage, run)]
+    found = [
+        (stage, artifact) for stage in stages for artifact in accept_stage(job.store, stage.replace("-", "_"), run)
+    ]
     if not found:
         raise Eagle3Error("no artifacts to accept", where=job.store.results, found=f"none of {', '.join(stages)}")
     rows = [(stage, str(artifact.folder), console.size(artifact.bytes), artifact.outcome) for stage, artifact in found]

@@ -69,9 +69,11 @@ def make(
         )
     found = {"kind": "served", "engine": identity, "max_tokens": settings.max_tokens, **greedy, "sampled": sampled}
     write_json(folder / "acceptance.json", found)
+    return {"engine": identity["name"], "prompts": len(samples), **_counts(greedy, sampled)}
+
+
+def _counts(greedy: dict[str, Any], sampled: dict[str, Any] | None) -> dict[str, Any]:
     counts = {
-        "engine": identity["name"],
-        "prompts": len(samples),
         "acceptance_length": greedy["acceptance_length"],
         "per_position": greedy["per_position"],
         "identical_outputs": greedy["identical_outputs"],
@@ -79,7 +81,7 @@ def make(
     }
     if sampled:
         figures = {"acceptance_length": sampled["acceptance_length"], **_speeds(sampled)}
-        counts["temperature"] = settings.temperature
+        counts["temperature"] = sampled["temperature"]
         counts |= {f"sampled_{name}": value for name, value in figures.items()}
     return counts
 

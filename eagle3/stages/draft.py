@@ -56,7 +56,7 @@ def make(
     With `machine.gpus` > 1 one process per GPU trains on its share of the rows: the same result up to rounding.
 
     Returns:
-        counts for the summary.
+        counts for the console.
 
     Raises:
         Eagle3Error: inputs do not fit together; `accumulate` is not a multiple of the number of GPUs; settings or data

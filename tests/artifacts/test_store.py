@@ -1,4 +1,4 @@
-"""The store: computed once, adopted for ever, never lost by accident."""
+"""The store: computed once, adopted forever, never lost by accident."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_damaged_input_is_named(bench: Bench, damage: str) -> None:
     assert "lower/a.txt" in str(caught.value)
 
 
-def test_a_damaged_artifact_is_made_anew_after_deleting_it(bench: Bench) -> None:
+def test_a_damaged_artifact_is_rebuilt_after_deleting_it(bench: Bench) -> None:
     """The link and the store share the bytes, so the store must notice, too."""
     bench.lower()
     bench.upper()
@@ -192,7 +192,7 @@ def test_a_damaged_artifact_is_made_anew_after_deleting_it(bench: Bench) -> None
     assert adopted
 
 
-def test_only_the_damaged_file_is_made_anew(bench: Bench) -> None:
+def test_only_the_damaged_file_is_rebuilt(bench: Bench) -> None:
     def make(folder: Path) -> Mapping[str, Any]:
         for name in ("1.txt", "2.txt"):
             if not (folder / name).exists():

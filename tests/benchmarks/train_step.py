@@ -239,7 +239,7 @@ def report(
         "torch": torch.__version__,
         "step_seconds": round(seconds, 4),
         "tokens_per_second": round(options.gpus * options.tokens / seconds),
-        "supervised_tokens_per_second": round(options.gpus * len(rows[0].ranks) / seconds),
+        "supervised_tokens_per_second": round(options.gpus * len(rows[0].order) / seconds),
         "tflops": round(flops / 1e12, 2),
     }
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a user may trust: an edit makes anew what it can change, and nothing else."""
+"""What a user may trust: an edit rebuilds what it can change, and nothing else."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_failed_rebuild_keeps_the_earlier_generation(project: Project) -> None
         ("export/plain/model.safetensors", "acceptance_served"),
     ],
 )
-def test_a_damaged_artifact_is_noticed_and_only_it_is_made_anew(project: Project, name: str, reader: str) -> None:
+def test_a_damaged_artifact_is_noticed_and_only_it_is_rebuilt(project: Project, name: str, reader: str) -> None:
     path = project.path / "results/demo" / name
     content = path.read_bytes()
     middle = len(content) // 2

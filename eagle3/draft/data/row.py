@@ -135,9 +135,6 @@ def build_row(
         lifetimes = sample_lifetimes(lifetimes, decay, random)
     order = np.argsort(-lifetimes, kind="stable")
     alive = tuple(int(n) for t in range(unroll) if (n := (lifetimes > t).sum()))
-    ahead = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
-    pairs = np.argsort(ahead, kind="stable")
-    bounds = np.searchsorted(ahead[pairs], np.arange(len(order) + 1))
     return Row(
         ids=tuple(states.id for states, _ in samples),
         aux=torch.cat([states.aux[: part.context] for (states, _), part in zip(samples, parts, strict=True)]),
@@ -150,12 +147,7 @@ def build_row(
         slots=torch.from_numpy(np.concatenate(slots)[order]),
         alive=alive,
         starts=torch.from_numpy(np.cumsum([0, *alive])),
-        ahead=torch.from_numpy(ahead),
-        pairs=torch.from_numpy(pairs),
-        pair_places=torch.from_numpy(np.argsort(pairs)),
-        pair_steps=torch.from_numpy(np.repeat(np.arange(len(alive)), alive)[pairs]),
-        pair_bounds=bounds.tolist(),
-        pair_offsets=torch.from_numpy(bounds),
+        **_pair_fields(order, alive),
         segments=Segments(
             query_starts.tolist(),
             starts.tolist(),
@@ -165,8 +157,25 @@ def build_row(
     )
 
 
+def _pair_fields(order: Array, alive: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a row about its (step, root) pairs."""
+    ahead = np.concatenate([order[:n] + t for t, n in enumerate(alive)])
+    pairs = np.argsort(ahead, kind="stable")
+    bounds = np.searchsorted(ahead[pairs], np.arange(len(order) + 1))
+    return {
+        "ahead": torch.from_numpy(ahead),
+        "pairs": torch.from_numpy(pairs),
+        "pair_places": torch.from_numpy(np.argsort(pairs)),
+        "pair_steps": torch.from_numpy(np.repeat(np.arange(len(alive)), alive)[pairs]),
+        "pair_bounds": bounds.tolist(),
+        "pair_offsets": torch.from_numpy(bounds),
+    }
+
+
 @dataclass(frozen=True)
 class _Part:
+    """What a row takes from one sample."""
+
     roots: Array
     lifetimes: Array
     context: int
