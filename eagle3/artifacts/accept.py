@@ -74,7 +74,7 @@ def _accept(store: Store, folder: Path, made: Manifest) -> Accepted:
 
 
 def _reshaped(made: Manifest) -> str | None:
-    """Say how an artifact's settings differ in form from today's: then no run would look for the key."""
+    """Say how an artifact's settings differ in form from today's, in which case no run would look up the new key."""
     for section in STAGES[made.stage].sections:
         known = set(Config.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
         values: Mapping[str, Any] = made.settings.get(section, {})

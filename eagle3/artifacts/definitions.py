@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 AT_IMPORT = "(at import)"
 """The name under which all statements count that run when a module is imported."""
 
-# Decorators that only wrap what they decorate; any other may enter it somewhere, to be found without its name.
+# Decorators that only wrap what they decorate; any other may register it somewhere, to be found without its name.
 _WRAPPERS = ("abc.", "contextlib.", "dataclasses.", "functools.", "torch.inference_mode", "torch.no_grad", "triton.jit")
 # Fields that differ between Python releases without a difference in meaning.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment", "type_ignores"})
@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
 
 class Package(Protocol):
-    """What a reader asks about other modules."""
+    """What a reader needs to know about other modules."""
 
     def module(self, name: str) -> Module: ...
 
@@ -182,7 +182,7 @@ class Reader:
         self._types_count = before
 
     def _visit_annotation(self, node: ast.AST, value: object, scopes: tuple[Scope, ...]) -> None:
-        """Types do nothing at run time, except where somebody reads them: in the fields of a dataclass or a pydantic
+        """Types do nothing at run time, except where something reads them: in the fields of a dataclass or a pydantic
         model, which may build what they name, and below a decorator, such as Triton's `constexpr`.
         """
         is_field = isinstance(node, ast.AnnAssign) and bool(scopes) and scopes[-1].is_class
@@ -254,7 +254,7 @@ def _bound(node: ast.AST) -> Iterable[str]:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterable[tuple[str, str]]:
-    """Return the names that an import binds, and what each stands for."""
+    """Return the names that an import binds, and the dotted name that each refers to."""
     if isinstance(node, ast.ImportFrom):
         if node.module == "__future__":
             return []

@@ -13,8 +13,8 @@ In doubt, code counts:
 - statements that run at import, and definitions whose decorator may register them, count as soon as anything else of
   their module does.
 
-Messages and errors never count: `eagle3.console` and `eagle3.errors` decide what the user sees, not what an artifact
-holds.
+`eagle3.console` and `eagle3.errors` never count: they decide how messages look. The text of a message counts, as part
+of the definition that it is in.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Package:
     def resolve(self, dotted: str) -> tuple[Node | str, tuple[str, ...]]:
         """Return what an absolute dotted name means, and the attributes that are left over.
 
-        A name of this package is a `Node`; one from outside, or of a module of presentation, is text.
+        A name of this package is a `Node`; one from outside, or of a presentation module, is text.
         """
         parts = dotted.split(".")
         if parts[0] != PACKAGE:

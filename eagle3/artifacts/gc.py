@@ -1,4 +1,4 @@
-"""What is in the store but used by no run. Nothing is deleted unless the user says so."""
+"""What is in the store but not used by any run. Nothing is deleted unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Unused:
 
     path: Path
     kind: str
-    """`artifact`: finished, of an earlier generation; `work`: started and never finished."""
+    """`artifact`: finished, but no longer used; `work`: started and never finished."""
     bytes: int
 
 

@@ -71,7 +71,7 @@ class Job:
             make=make,
             versions=_versions(),
         )
-        _tell(stage, output.parent, found, adopted=adopted)
+        _print_outcome(stage, output.parent, found, adopted=adopted)
 
     def settings(self, stage: str) -> dict[str, Any]:
         """Return the settings that the stage sees, from the recipe or the configuration files."""
@@ -111,7 +111,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _tell(stage: str, output: Path, manifest: Manifest, *, adopted: bool) -> None:
+def _print_outcome(stage: str, output: Path, manifest: Manifest, *, adopted: bool) -> None:
     """Print the stage's table, or that it was adopted."""
     if adopted:
         console.say(f"{output}: adopted from the store (key {manifest.key}), nothing was computed")

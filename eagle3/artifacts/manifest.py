@@ -26,7 +26,7 @@ class FileEntry(BaseModel):
 
 
 class Acceptance(BaseModel):
-    """One `eagle3 accept`: somebody declared that an edit of the code does not affect the artifact."""
+    """One `eagle3 accept`: a user declared that an edit of the code does not affect the artifact."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     by: str
@@ -84,14 +84,14 @@ def read(folder: Path) -> Manifest:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the artifact folder that holds `file`: the nearest one upwards with a manifest."""
+    """Return the artifact folder that holds `file`: the nearest parent folder with a manifest."""
     for folder in file.absolute().parents:
         if (folder / NAME).is_file():
             return folder
     raise Eagle3Error(
-        "an input file belongs to no finished artifact",
+        "an input file does not belong to a finished artifact",
         where=file,
-        expected=f"a {NAME} beside it or above it",
+        expected=f"a {NAME} in its folder or a parent folder",
         remedy="run the stage that makes it, or delete the file and run snakemake again",
     )
 
@@ -111,7 +111,7 @@ def check_file(path: Path, entry: FileEntry, *, content: bool = True) -> None:
 
     Args:
         path: the file.
-        entry: what the manifest says of it.
+        entry: its entry in the manifest.
         content: compare the hash as well as the size.
 
     Raises:

@@ -26,7 +26,7 @@ from eagle3.files.hashing import sha256
 from eagle3.files.records import read_json
 
 RunCommand = Callable[[list[str], Callable[..., Job]], object]
-"""Runs the words of an `eagle3` command with what it is given in place of `Job`."""
+"""Runs the words of an `eagle3` command, with the second argument in place of `Job`."""
 
 # Packed ids and text of one token in the record files, measured on the demo.
 _BYTES_PER_TOKEN_ID = 6
@@ -96,7 +96,7 @@ def make_plan(store: Store, arguments: Sequence[str], run_command: RunCommand) -
     stages = {stage: StagePlan(stage) for stage in STAGES}
     commands: list[Command] = []
     for words in _shell_commands(arguments):
-        run_command(words, lambda **options: _Noted(commands, **options))
+        run_command(words, lambda **options: _RecordingJob(commands, **options))
     waiting = commands
     while waiting:
         pending = {command.output for command in waiting}
@@ -110,8 +110,8 @@ def make_plan(store: Store, arguments: Sequence[str], run_command: RunCommand) -
     return Plan([stage for stage in stages.values() if stage.jobs], total, shutil.disk_usage(place).free)
 
 
-class _Noted(Job):
-    """Notes what a command would produce instead of producing it."""
+class _RecordingJob(Job):
+    """Records what a command would produce instead of producing it."""
 
     def __init__(self, commands: list[Command], **options: Any) -> None:
         super().__init__(**options)
@@ -203,7 +203,7 @@ def _decide(command: Command, store: Store, known: Mapping[Path, Known], plan: S
 def _find(
     command: Command, store: Store, inputs: dict[str, dict[str, str]] | None, sources: dict[str, str]
 ) -> Manifest | None:
-    """Look the command's artifact up; None also where an input is still to be made."""
+    """Look the command's artifact up; None also if an input must be made first."""
     if inputs is None:
         return None
     fingerprint = stage_fingerprint(command.stage, command.settings)
@@ -221,7 +221,7 @@ def _earlier(command: Command, inputs: dict[str, dict[str, str]] | None, sources
 
 
 def _hashes(command: Command, made: Mapping[Path, Manifest | None]) -> dict[str, dict[str, str]] | None:
-    """Return the hashes of the inputs by role, or None where a job must make one of them first."""
+    """Return the hashes of the inputs by role, or None if a job must make one of them first."""
     hashes: dict[str, dict[str, str]] = {}
     for role, files in sorted(command.inputs.items()):
         hashes[role] = {}
@@ -234,7 +234,7 @@ def _hashes(command: Command, made: Mapping[Path, Manifest | None]) -> dict[str,
 
 
 def _hash(file: Path, made: Mapping[Path, Manifest | None]) -> str | None:
-    """Return the hash that an input will have, or None where a job must make it first."""
+    """Return the hash that an input will have, or None if a job must make it first."""
     folder = next((folder for folder in file.parents if folder in made), None)
     if folder is None:
         return manifests.entry_of(file)[1].sha256
@@ -245,9 +245,9 @@ def _hash(file: Path, made: Mapping[Path, Manifest | None]) -> str | None:
 def _estimate(
     commands: Sequence[Command], made: Mapping[Path, Manifest | None], stages: Mapping[str, StagePlan]
 ) -> None:
-    """Fill in tokens and bytes of what is to be computed, from what is known of the run so far.
+    """Estimate tokens and bytes of what is to be computed, and write them into `stages`.
 
-    Tokens come from the nearest finished stage before; before any response exists, the configured maximum counts.
+    Tokens are those of the finished samples; before there are any, prompts times the configured maximum.
     """
     by_stage: dict[str, list[Command]] = {}
     for command in commands:

@@ -1,6 +1,6 @@
 """The stages in their order: which code makes each, and which sections of the configuration it may see.
 
-Stage name, configuration section, results folder, rule file and module carry one name.
+Stage, configuration section, results folder, rule file and module share one name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Stage:
     engine_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Engine -> modules that count only with it, and that are loaded by a string: all of their code counts."""
     machine: bool = False
-    """Whether it computes with a model, and so is told about the machine."""
+    """Whether it computes with a model, and so gets the `machine` settings."""
 
     @property
     def module(self) -> str:

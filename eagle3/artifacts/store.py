@@ -36,7 +36,7 @@ Make = Callable[[Path], Mapping[str, Any]]
 
 # Artifacts whose own format has a checksum on every frame; re-hashing terabytes before training costs hours.
 SELF_CHECKED = frozenset({"hidden_states"})
-# Artifacts of which one file is named and the others are read with it: the pin and the model, config and weights.
+# Artifacts of which one file is named as an input and the others are read with it: config and weights, for example.
 READ_WHOLE = frozenset({"target", "draft", "export"})
 # Files in a work folder with this prefix are the stage's own notes for resuming; they do not enter the store.
 SCRATCH = "."
@@ -90,7 +90,7 @@ class Store:
             if found is None:
                 work = self.work / stage / key
                 work.mkdir(parents=True, exist_ok=True)
-                # Of a job that was killed between writing it and moving the folder; it would count as the stage's file.
+                # Left by a job killed between writing it and moving the folder; it would count as the stage's file.
                 (work / manifests.NAME).unlink(missing_ok=True)
                 counts = make(work)
                 found = Manifest(
@@ -158,7 +158,7 @@ class Store:
 
     @contextmanager
     def _lock(self, stage: str, key: str) -> Iterator[None]:
-        """Hold the key: a job that outlived its Snakemake and its successor never write to one folder."""
+        """Lock the key: a job that outlived its Snakemake, and its successor, never write to the same folder."""
         folder = self.work / stage
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{key}.lock").open("w") as lock:

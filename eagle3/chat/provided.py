@@ -23,7 +23,7 @@ from eagle3.records import Message, Prompt, Response, Turn
 
 NAME = "given"
 
-# Enough text at a time for all cores of the tokenizer, little enough to stay in memory.
+# Conversations at a time: enough text to keep all cores busy, little enough to fit in memory.
 _BATCH = 256
 
 
@@ -86,13 +86,13 @@ def _turns(chat: Chat, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> li
 
 
 def _answer(chat: Chat, request: ChatPrompt, message: Message, asked: str) -> tuple[str, ...]:
-    """Return the answer's text if the template writes all of it behind the prompt, else its parts."""
+    """Return the answer's text if the template writes all of it after the prompt, else its parts."""
     reasoning, content = message.get("reasoning", ""), message["content"]
     finished = finished_text(chat, request, message)
     without_calls = message.copy()
     without_calls.pop("tool_calls", None)
     if "tool_calls" in message and finished == finished_text(chat, request, without_calls):
-        raise RejectedError("answer_not_written", "the chat template leaves out calls of tools")
+        raise RejectedError("answer_not_written", "the chat template leaves out tool calls")
     written = finished.removeprefix(asked)
     thought, said = "", written
     opening, closing = map(chat.control.__getitem__, chat.reasoning_ids) if chat.reasoning_ids else ("", "")
@@ -105,10 +105,10 @@ def _answer(chat: Chat, request: ChatPrompt, message: Message, asked: str) -> tu
 
 
 def _check(chat: Chat, message: Message) -> None:
-    """Check that no text becomes a control token, except marks that the target itself writes, as of tool calls."""
+    """Check that no text becomes a control token, except those that the target itself writes around tool calls."""
     reasoning = message.get("reasoning", "")
     if reasoning and chat.reasoning_ids is None:
-        raise RejectedError("no_reasoning_marks", "the answer reasons, the target has no tokens to enclose it")
+        raise RejectedError("no_reasoning_marks", "the answer has reasoning, but the target has no tokens to mark it")
     calls = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", ())]
     for text in (message["content"], reasoning, *chain.from_iterable(calls)):
         if (found := chat.control_in(text)) and (wrong := [mark for mark in found if mark not in chat.marks]):

@@ -53,7 +53,7 @@ def rebuild(
 
 
 def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterator[list[int]]:
-    """Yield what may come before the content, the likelier first."""
+    """Yield the ids that may come before the content, the likelier ones first."""
     if chat.reasoning_ids is None:
         yield reasoning
         return
@@ -69,7 +69,7 @@ def heads(chat: Chat, prompt_ids: Sequence[int], reasoning: list[int]) -> Iterat
 
 
 def _tails(chat: Chat, request: ChatPrompt, message: Message) -> Iterator[list[int]]:
-    """Yield what may follow the content, end of turn included: the template writes it."""
+    """Yield the ids that may follow the content, end of turn included, as the template writes them."""
     text = after_content(chat, request, message)
     for ids in chat.encode([*dict.fromkeys((text, text.lstrip()))]):
         yield until_end(chat, ids)

@@ -18,10 +18,9 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
     """Return the length of a passage that `ids` repeat more than `max_repeats` times in a row, if there is one.
 
-    Repetitions count from 32 tokens on. The passage may be broken off in its last repetition only if it is whole
-    more than `max_repeats` times without it. Takes linear time: one pass finds, for every 8 tokens, how far back
-    they last occurred; a loop shows as one distance that keeps recurring. (A passage in which every 8 tokens in
-    a row occur twice would be missed; with up to 9 tokens that is impossible.)
+    Repetitions count from 32 tokens on. A last repetition that is cut off does not count. Takes linear time: one pass
+    finds, for every 8 tokens, how far back they last occurred; a loop shows as one distance that keeps recurring. (A
+    passage in which every 8 tokens in a row occur twice would be missed; with up to 9 tokens that is impossible.)
 
     Args:
         ids: [n].
@@ -31,7 +30,7 @@ def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
     if len(array) < max(LOOP_TOKENS, max_repeats + 1):
         return None
     distances = Counter(_distances(array))
-    # The first passage has nothing before it; what is nearer than 8 tokens to the start of the second may not, either.
+    # The first passage has nothing before it; neither may the first 8 tokens of the second.
     for period, count in sorted(distances.items()):
         least = max((max_repeats + 1) * period, LOOP_TOKENS)
         if count >= (least - period - _NGRAM) // period and least <= len(array):
@@ -44,7 +43,7 @@ def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
 def _distances(array: NDArray[np.int64]) -> list[int]:
     """Return, for every 8 tokens that occurred before, how far back they last did."""
     hashes = array.astype(np.uint64)
-    # Of 1, 2 and 4 tokens each are made those of 2, 4 and 8; equal tokens give equal hashes, and others hardly ever.
+    # Hashes of 1, 2 and 4 tokens are combined into those of 2, 4 and 8. Different tokens almost never have equal hashes.
     for size in (1, 2, 4):
         hashes = (hashes[:-size] ^ (hashes[:-size] >> np.uint64(29))) * _FACTOR + hashes[size:]
     last: dict[int, int] = {}

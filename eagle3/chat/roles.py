@@ -1,6 +1,6 @@
 """Roles: who wrote which token of a sample, found by the headers that the chat template writes before messages.
 
-For display only: nothing is trained by it. A header of plain words may hide in a token that it shares with the text.
+For display only; training does not use it. A header of plain words may share a token with the text, and be missed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 
 class Roles:
-    """Divides samples of one target."""
+    """Finds the roles of the tokens in the samples of one target."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -73,7 +73,7 @@ class Roles:
         return ["special" if id in self._chat.control else name for id, name in zip(ids, named, strict=True)]
 
     def _ids(self, role: str, text: str) -> list[int]:
-        """Tokenise a header, without blanks at its end: with the message's text they may become another token."""
+        """Tokenise a header without trailing whitespace, which may become part of the text's first token."""
         ids = self._chat.encode([text])[0]
         marks = self._chat.reasoning_ids or ()
         while ids and (not self._text(ids[-1:]).strip() or (role == "history" and ids[-1] in marks)):
@@ -95,7 +95,7 @@ def _headers(chat: Chat) -> dict[str, str]:
             found.setdefault(role, []).append(header)
     headers = {role: _common([text[::-1] for text in texts])[::-1] for role, texts in found.items()}
     if "assistant" in headers:
-        # An answer in history may begin otherwise than one that is asked for: with its reasoning blanked.
+        # An answer in the history may begin differently from a requested one: with empty reasoning.
         asked = [header for role, header in _probe(chat, ("user",), ask=True) if role == "assistant"]
         headers["history"] = _common([headers.pop("assistant"), *asked])
     return headers
@@ -125,6 +125,6 @@ def _message(role: str, text: str) -> Message:
 
 
 def _common(texts: list[str]) -> str:
-    """Return what all texts begin with."""
+    """Return the common prefix of all texts."""
     columns = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
     return "".join(column[0] for column in columns)

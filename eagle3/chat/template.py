@@ -1,6 +1,6 @@
 """Chat: messages become prompt ids, generated ids become a message, as the target's own chat template defines.
 
-A finished conversation is never rendered for training: templates blank old reasoning. What is trained on is
+A finished conversation is never rendered for training: templates drop earlier reasoning. What is trained on is
 the prompt as rendered for generation, followed by the ids that the engine produced.
 """
 
@@ -32,7 +32,7 @@ class Chat:
         tokenizer: the transformers tokenizer.
         stop_ids: ids that end a generation: the end-of-text ids of the target and the end of a turn.
         control: id -> text of the tokens that steer the model: special tokens, and whatever else of the added
-            vocabulary the template writes (such as `<think>`). Text of a user must never become one of them.
+            vocabulary the template writes (such as `<think>`). Text from a user must never become one of them.
         turn_ids: the control tokens that open, divide and close turns. None belongs inside an answer.
         reasoning_ids: the ids that open and close reasoning, if the tokenizer has such tokens.
     """
@@ -100,7 +100,7 @@ class Chat:
     ) -> str:
         """Return what the template writes for a conversation: to ask for an answer (None), or with that answer.
 
-        Arguments of calls in the history become mappings, as engines have it and most templates want it.
+        Arguments of tool calls in the history become mappings, as in engines and as most templates expect.
 
         Raises:
             RejectedError: `template_error`.
@@ -127,7 +127,7 @@ class Chat:
         return [self.control[id] for id in self.encode([text])[0] if id in self.control]
 
     def parse(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Message:
-        """Return the assistant message that generated ids stand for, as the history of later turns has it."""
+        """Return generated ids as an assistant message, for the history of later turns."""
         reasoning, content = self.split_reasoning(prompt_ids, token_ids)
         message: Message = {"role": "assistant", "content": self._decode(content)}
         if reasoning is not None:
@@ -135,7 +135,7 @@ class Chat:
         return message
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside reasoning: the last of its marks opens some."""
+        """Whether a prompt ends inside reasoning: its last reasoning mark is an opening one."""
         if self.reasoning_ids is None:
             return False
         return next((id == self.reasoning_ids[0] for id in reversed(prompt_ids) if id in self.reasoning_ids), False)
@@ -168,7 +168,7 @@ class Chat:
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str] | None:
-        """Matches text in which there may be a control token; None where a normaliser could make one of other text."""
+        """Matches text that may contain a control token; None if a normaliser could turn other text into one."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", self)
         added = self.tokenizer.added_tokens_decoder
         if normalizer is not None and any(added[id].normalized for id in self.control):
@@ -241,10 +241,10 @@ def _load_tokenizer(target: Target) -> Any:
             "the target's tokenizer cannot be loaded",
             where=target.path,
             found=error,
-            remedy="if it needs Python code of the model's, read that and set `target.trust_remote_code`",
+            remedy="if it needs the model's own Python code, read that code and set `target.trust_remote_code`",
         ) from None
     if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        # Some tokenizer files carry the limits of an earlier use.
+        # Some tokenizer files contain truncation and padding settings.
         fast.no_truncation()
         fast.no_padding()
     if not isinstance(tokenizer.chat_template, str):
@@ -253,15 +253,15 @@ def _load_tokenizer(target: Target) -> Any:
             where=target.path,
             found=type(tokenizer.chat_template).__name__,
             expected="chat_template.jinja, or `chat_template` in tokenizer_config.json",
-            remedy="use an instruction-tuned target, or put the template it is served with there",
+            remedy="use an instruction-tuned target, or add the template that it is served with",
         )
     return tokenizer
 
 
 def _control_tokens(tokenizer: Any) -> dict[int, str]:
-    """Special tokens and added tokens that the template writes.
+    """Return id -> text of the special tokens, and of the added tokens that the template writes.
 
-    Other added tokens are plain text (runs of blanks, HTML tags) and the unknown token comes from plain text.
+    Other added tokens are plain text (runs of spaces, HTML tags), and the unknown token comes from plain text.
     """
     unknown = set(_ids(tokenizer.unk_token_id))
     return {
@@ -278,7 +278,7 @@ def _reasoning_ids(tokenizer: Any) -> tuple[int, int] | None:
 
 
 def _probe(chat: Chat, target: Target, *, answered: bool) -> list[int]:
-    """Render a tiny conversation; without its system message if the template knows none."""
+    """Render a tiny conversation; without a system message if the template does not support one."""
     system: Message = {"role": "system", "content": "a"}
     rest: list[Message] = [{"role": "user", "content": "b"}]
     if answered:
@@ -299,7 +299,7 @@ def _probe(chat: Chat, target: Target, *, answered: bool) -> list[int]:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Templates read old reasoning under `reasoning_content`, some under `reasoning`: give them both."""
+    """Copy reasoning to `reasoning_content`: most templates read it there, some under `reasoning`."""
     value = dict(message)
     if reasoning := value.get("reasoning"):
         value["reasoning_content"] = reasoning

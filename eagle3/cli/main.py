@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""Turn prompts and a target model into a verified EAGLE-3 draft model.
 
-    Usually `snakemake --cores N` calls these commands. Each one also runs by hand:
+    Usually `snakemake --cores N` calls these commands. Each one can also be run by hand:
 
         eagle3 --configfile config/config.yaml samples --target results/demo/target/target.json
         --output results/demo/samples/part-0/manifest.json results/demo/responses/part-0/shard-*
@@ -56,7 +56,7 @@ def common(
     log: Annotated[Path | None, typer.Option(help="Also write messages to this file.")] = None,
 ) -> None:
     """Options for every stage; they come before the command."""
-    # `eagle3 plan` hands in a class that notes the job instead of running it.
+    # `eagle3 plan` passes a class that records the job instead of running it.
     if log is not None and context.obj is None:
         console.log_to(log)
     job = context.obj or Job

@@ -20,7 +20,7 @@ TOOLS = "Tools"
 
 @app.command(rich_help_panel=TOOLS, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def plan(context: typer.Context) -> None:
-    """Show what a run would compute, adopt from the store or leave, stage by stage, with tokens and disk space.
+    """Show what a run would compute, adopt from the store or leave unchanged: tokens and disk space by stage.
 
     Takes the same arguments as snakemake: `eagle3 plan --configfile config/kimi-k2.5.yaml`.
     """
@@ -48,7 +48,7 @@ def plan(context: typer.Context) -> None:
         if stage.acceptable:
             console.say(_could_accept(stage))
     if plan.bytes > plan.free:
-        console.fail("the disk does not hold it: free space first (`eagle3 gc`), or store hidden states as fp8")
+        console.fail("this does not fit on the disk: free space first (`eagle3 gc`), or store hidden states as fp8")
         raise typer.Exit(1)
 
 
@@ -56,7 +56,7 @@ def _could_accept(stage: StagePlan) -> str:
     saved = f"{stage.acceptable_tokens:,} tokens, " if stage.acceptable_tokens else ""
     return (
         f"{stage.stage}: {stage.acceptable} of the {stage.computed} to compute were made from the same settings and "
-        f"inputs by earlier code ({saved}{console.size(stage.acceptable_bytes)}); if the change of the code does not "
+        f"inputs by earlier code ({saved}{console.size(stage.acceptable_bytes)}); if the code change does not "
         f"affect them, keep them with `eagle3 accept {stage.stage}`"
     )
 
@@ -69,7 +69,7 @@ def accept(
 ) -> None:
     """Declare that finished artifacts of earlier code stay valid under today's code.
 
-    Every edit of the code that makes an artifact would compute it again. You may know better, for example after
+    By default, any edit of the code that makes an artifact recomputes it. You may know better, for example after
     rewording an error message:
 
         eagle3 plan                             # says what could be kept
@@ -92,7 +92,7 @@ def accept(
     rows = [(stage, str(artifact.folder), console.size(artifact.bytes), artifact.outcome) for stage, artifact in found]
     console.table("artifacts of earlier code", rows, ("stage", "folder", "size", "outcome"))
     if any(artifact.refused for _, artifact in found):
-        console.fail("what cannot be accepted is computed again by the next run")
+        console.fail("the next run recomputes what cannot be accepted")
         raise typer.Exit(1)
 
 
@@ -101,7 +101,7 @@ def gc(
     context: typer.Context,
     yes: Annotated[bool, typer.Option("--yes", help="Delete what is listed.")] = False,
 ) -> None:
-    """List what is in the store and used by no run; delete it only with --yes."""
+    """List artifacts and work in the store that no run uses; delete them only with --yes."""
     from eagle3.artifacts.gc import free, unused
 
     job: Job = context.obj
@@ -110,7 +110,7 @@ def gc(
         console.say("nothing to free: every artifact is in use")
         return
     console.table(
-        "used by no run",
+        "not used by any run",
         [(str(row.path), row.kind, console.size(row.bytes)) for row in rows],
         ("folder", "kind", "size"),
     )
@@ -163,12 +163,12 @@ def tune_concurrency(
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="Hidden-state shards, or folders that hold them.")],
     target: Annotated[
-        Path | None, typer.Option(help="target.json: also compute the teacher's tokens of some samples again.")
+        Path | None, typer.Option(help="target.json: also recompute the teacher's tokens of some samples.")
     ] = None,
     parity: Annotated[
-        bool, typer.Option("--parity", help="Also capture some samples again with transformers (needs --target).")
+        bool, typer.Option("--parity", help="Also recapture some samples with transformers (needs --target).")
     ] = False,
-    samples: Annotated[int, typer.Option(help="How many samples --target and --parity look at.")] = 8,
+    samples: Annotated[int, typer.Option(help="How many samples --target and --parity check.")] = 8,
     threads: Annotated[int, typer.Option(help="Threads for reading.")] = 2,
 ) -> None:
     """Check every byte of stored hidden states; exit code 1 on any fault. Works while a capture runs."""

@@ -45,9 +45,7 @@ def print_report(report: Report) -> None:
             "tokens": report.tokens,
             "size": console.size(report.bytes),
             "teacher agreement": report.teacher_agreement if report.teacher_agreement is not None else "not recorded",
-            "response agreement": report.response_agreement
-            if report.response_agreement is not None
-            else "not looked at",
+            "response agreement": report.response_agreement if report.response_agreement is not None else "not checked",
             **{f"parity, layer {layer}": distance for layer, distance in report.parity.items()},
         },
     )
@@ -56,6 +54,6 @@ def print_report(report: Report) -> None:
     if report.faults:
         rows = [(fault.check, fault.file, fault.sample, fault.detail) for fault in report.faults]
         console.table("faults", rows, ("check", "file", "sample", "what"))
-        console.fail(f"{len(report.faults)} faults: delete the files named and run snakemake again")
+        console.fail(f"{len(report.faults)} faults: delete these files and run snakemake again")
     else:
         console.say("no faults")

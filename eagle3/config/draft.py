@@ -127,7 +127,7 @@ class DraftSettings(Settings):
     set."""
 
     def outside_files(self) -> list[Path]:
-        """Return the weights and the configuration of the draft in `warm_start`, as far as they exist."""
+        """Return the weights and the configuration of the draft in `warm_start`, if they exist."""
         if self.warm_start is None:
             return []
         folder = Path(self.warm_start)

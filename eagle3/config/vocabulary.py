@@ -19,7 +19,7 @@ class VocabularySettings(Settings):
     """Instead of `size`: as many tokens as it takes to cover this share of the generated tokens, e.g. `0.98`."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> VocabularySettings:
+    def _at_most_one(self) -> VocabularySettings:
         if self.size is not None and self.coverage is not None:
-            raise ValueError("`size` and `coverage` exclude each other: set only one of them")
+            raise ValueError("`size` and `coverage` are mutually exclusive: set only one of them")
         return self

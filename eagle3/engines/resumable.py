@@ -13,8 +13,8 @@ from eagle3.files.records import RecordLog
 class ResumableEngine:
     """An engine, and the log of its answers in this work folder.
 
-    If the engine's rounding depends on what it computes together, an unfinished group is computed again as a
-    whole; if requests are independent, each answer is kept on its own. Only good answers enter the log: the next
+    If the engine's rounding depends on the batch, an unfinished group is recomputed as a whole; if requests are
+    independent, each answer is kept on its own. Only good answers enter the log: the next
     run asks again for those that failed.
     """
 

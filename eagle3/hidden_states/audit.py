@@ -107,7 +107,7 @@ def audit_sample(stored: StoredSample, provenance: Provenance, neighbours: Seque
     Args:
         stored: the sample.
         provenance: how it was written.
-        neighbours: ids of samples whose frames may be in the place of this one's.
+        neighbours: ids of samples whose frames may have been stored in place of this one's.
     """
     audit = Audit(stored)
     where = list(places(len(stored.token_ids), len(stored.last_rows), provenance.aux_layers))
@@ -153,7 +153,7 @@ def _measure(statistics: Statistics, place: Place, target: codec.Bits, stored: S
 def _owner(
     stored: StoredSample, provenance: Provenance, where: Sequence[Place], frame: int, neighbours: Sequence[str]
 ) -> str | None:
-    """Say whose frame is in this frame's place, if it is another one of this sample or the same one of another."""
+    """Describe the frame in this frame's place, if it is another one of this sample or the same one of a neighbour."""
     payload = stored.read(frame, frame + 1)[0]
     known = set(stored.checksums.tolist())
     layer = provenance.layer_ids

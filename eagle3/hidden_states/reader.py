@@ -113,7 +113,7 @@ class HiddenStateReader:
             aux: whether to read the auxiliary states; if not, `aux` is empty and little more than `last` is read.
 
         Returns:
-            the sample; `last_rows` counts from the sample's first token, in a slice, too.
+            the sample; `last_rows` counts from the sample's first token, even in a slice.
 
         Raises:
             Eagle3Error: there is no such sample, or it is damaged.

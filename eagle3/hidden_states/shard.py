@@ -5,8 +5,8 @@
     token_ids, last_rows, frames
 
 Every byte is covered by a checksum: one for header and index, checked at opening; one per sample for token ids and
-rows; one per frame. Checksums of samples and frames start from the sample's identity, so that valid bytes in the
-wrong place are noticed, too.
+rows; one per frame. Checksums of samples and frames start from the sample's identity, so valid bytes in the wrong
+place are detected, too.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Engines in bf16 agree within 3% in deep layers, fp8 adds 3%; a wrong layer or row differs by 50% or more.
 _PARITY_TOLERANCE = 0.15
 # Rows per sample for which the teacher predicts the next token. If it is usually right on the other samples, a
-# sample without a single hit is no accident.
+# sample without a single hit is not a coincidence.
 _RESPONSE_ROWS = 16
 _USUALLY_RIGHT = 0.3
 
@@ -66,7 +66,7 @@ class Report:
 
 
 @dataclass
-class _Set:
+class _AuditedFile:
     """The samples of one file, audited."""
 
     path: Path
@@ -147,7 +147,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]:
+def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_AuditedFile]:
     for path in files:
         if path.suffix == ".log":
             found = _read_log(path, threads)
@@ -162,16 +162,16 @@ def _read(files: Sequence[Path], report: Report, threads: int) -> Iterator[_Set]
             report.files += 1
             report.faults.append(Fault(_kind(error), str(path), "", _found(error)))
         else:
-            yield _Set(path, shard.provenance, audit_shard(shard, threads), shard)
+            yield _AuditedFile(path, shard.provenance, audit_shard(shard, threads), shard)
 
 
-def _read_log(path: Path, threads: int) -> list[_Set]:
+def _read_log(path: Path, threads: int) -> list[_AuditedFile]:
     provenance = read_provenance(path.parent)
     if provenance is None:
         return []
     with ThreadPoolExecutor(threads) as pool:
         return [
-            _Set(
+            _AuditedFile(
                 path,
                 provenance,
                 list(pool.map(lambda stored: audit_sample(stored, provenance), scan(path, provenance.aux_layers))),
@@ -187,7 +187,7 @@ def _found(error: Eagle3Error) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if "remedy:" not in line and "where:" not in line)
 
 
-def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: int, report: Report) -> None:
+def _check_belonging(sets: Sequence[_AuditedFile], target: Target | None, unreadable: int, report: Report) -> None:
     """Check that the files belong to one capture of this target, and that all its shards are there."""
     first = sets[0]
     owner: dict[str, Path] = {}
@@ -202,7 +202,7 @@ def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: in
             report.faults.append(Fault("target", str(one.path), "", detail))
         for audit in one.audits:
             if audit.stored and (other := owner.setdefault(audit.stored.id, one.path)) != one.path:
-                report.faults.append(Fault("twice", str(one.path), audit.stored.id, f"also in {other}"))
+                report.faults.append(Fault("duplicate", str(one.path), audit.stored.id, f"also in {other}"))
         if one.shard is not None:
             numbers[one.provenance.part].add(one.shard.number)
     for one in sets:
@@ -216,7 +216,7 @@ def _check_belonging(sets: Sequence[_Set], target: Target | None, unreadable: in
             report.faults.append(Fault("incomplete", str(one.path), "", detail))
 
 
-def _check_teacher(sets: Sequence[_Set], minimum: float, report: Report) -> None:
+def _check_teacher(sets: Sequence[_AuditedFile], minimum: float, report: Report) -> None:
     samples = [audit.stored for one in sets if one.shard for audit in one.audits if audit.stored]
     disagreed = [stored.id for stored in samples if stored.teacher_token != stored.next_token]
     if not samples:
@@ -227,7 +227,7 @@ def _check_teacher(sets: Sequence[_Set], minimum: float, report: Report) -> None
         report.faults.append(Fault("teacher", str(sets[0].path), ", ".join(disagreed[:5]), detail))
 
 
-def _statistics(sets: Sequence[_Set]) -> list[dict[str, float]]:
+def _statistics(sets: Sequence[_AuditedFile]) -> list[dict[str, float]]:
     layer_ids = sets[0].provenance.layer_ids
     audits = [audit for one in sets if one.provenance.layer_ids == layer_ids for audit in one.audits]
     found = [audit.statistics for audit in audits if audit.statistics is not None]
@@ -287,7 +287,7 @@ def _compare(chosen: Sequence[Chosen], engine: Engine, head: HeadWeights | None,
 def _likeness(
     mine: torch.Tensor, reference: torch.Tensor, rows: Any, layer_ids: Sequence[int], head: HeadWeights | None
 ) -> str:
-    """Say what states [t, H] equal instead, if it is a common mistake of engines."""
+    """Describe what states [t, H] equal instead, if that is a common mistake of engines; else return ""."""
     for index, layer in enumerate(layer_ids):
         states = reference[:, index]  # [n, H]
         candidates = {f"layer {layer}": states}

@@ -21,7 +21,7 @@ class CaptureSample:
     token_ids: Int32s
     """[n]"""
     last_rows: Int32s
-    """[m]: the rows of the last state that a loss reads, and n - 1."""
+    """[m]: the rows of the last state to store, ascending; the last is n - 1."""
     shard: int
 
 

@@ -76,7 +76,7 @@ def join_answers(first: Message, second: Message) -> None:
     """Append an assistant message to the one before it, as one turn.
 
     Raises:
-        RejectedError: `role_order` if the second one begins to reason again.
+        RejectedError: `role_order` if the second one has reasoning, too.
     """
     if "reasoning" in second and (first["content"] or "tool_calls" in first or "reasoning" in first):
         raise RejectedError("role_order", "two answers in a row that both reason")
@@ -88,7 +88,7 @@ def join_answers(first: Message, second: Message) -> None:
 
 
 def number_calls(messages: list[Message]) -> None:
-    """Give calls without an id one (`functions.name:0`, counted through), and results that of their call, in order."""
+    """Give each tool call without an id one (`functions.name:0`, numbered consecutively), each result its call's id."""
     count = 0
     waiting: list[str] = []
     for message in messages:
@@ -115,7 +115,7 @@ def _call(call: Any) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         valid = False
     if not valid:
-        raise RejectedError("bad_tool_call", f"arguments of {name!r} are no JSON object")
+        raise RejectedError("bad_tool_call", f"arguments of {name!r} are not a JSON object")
     id = call.get("id")
     return {
         "id": id if isinstance(id, str) else None,

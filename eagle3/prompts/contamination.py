@@ -2,7 +2,7 @@
 
 A prompt counts as contaminated when it shares n words in a row with an evaluation prompt (13 as in GPT-3's report,
 Brown et al. 2020, appendix C). Words are compared without case, punctuation and compatibility forms of letters;
-a character of a script that puts no blanks between words counts as a word.
+in scripts without spaces between words, each character counts as a word.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Contamination:
     """The n-grams of all evaluation prompts, as 64-bit hashes.
 
     Words are numbered, and an n-gram's hash is the sum of its words' numbers times one random factor per place,
-    modulo 2^64: that two of different words have the same hash is a matter of 1 in 2^60.
+    modulo 2^64: two different n-grams have equal hashes with a probability of about 2^-60.
 
     Args:
         settings: the evaluation files and n.
@@ -73,7 +73,7 @@ class Contamination:
         self._file_of = np.concatenate([*files, np.empty(0, np.int32)])[first]
 
     def find(self, texts: Iterable[str]) -> str | None:
-        """Say where the first of these texts that repeats an evaluation prompt does so; None if none does."""
+        """Return what the first contaminated text repeats, in words for the reject; None if all are clean."""
         return next((found for text in texts if (found := self._find(words_of(text)))), None)
 
     def _find(self, words: list[str]) -> str | None:
@@ -127,7 +127,7 @@ def _texts_of(row: Row, column: str | None) -> Iterator[str]:
         return
     if not (forms := detect_forms(row.value)):
         raise RejectedError("unknown_form", f"keys: {', '.join(map(str, row.value))}")
-    # Of a row that can be read in several ways, every reading counts.
+    # If a row can be read in several ways, every reading counts.
     for form in forms:
         messages = to_conversation(row.value, form).messages
         yield from (message["content"] for message in messages if message["role"] == "user")

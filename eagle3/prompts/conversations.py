@@ -31,7 +31,7 @@ _ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
-    # As ShareGPT's own files have them.
+    # Names in ShareGPT's own files.
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
@@ -52,13 +52,13 @@ class Conversation(NamedTuple):
 
     @property
     def id(self) -> str:
-        """16 hexadecimal digits that stand for the content."""
+        """16 hexadecimal digits: a hash of the messages and tools."""
         content = orjson.dumps([self.messages, self.tools], option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(content).hexdigest()[:16]
 
     @property
     def normalised_id(self) -> str:
-        """Like `id`, blind to case, blanks and compatibility forms of letters."""
+        """Like `id`, but ignoring case, whitespace and compatibility forms of letters."""
         messages = [
             [{**message, "content": ""}, *unicodedata.normalize("NFKC", message["content"]).casefold().split()]
             for message in self.messages
@@ -90,13 +90,13 @@ def detect_forms(row: Mapping[str, Any]) -> list[Form]:
 
 
 def to_conversation(row: Mapping[str, Any], form: Form, *, as_is: bool = False) -> Conversation:
-    """Return the system message and the user's turns of a row, and with `as_is` the answers, too.
+    """Return the system message and the user's turns of a row, and with `as_is` also the answers.
 
-    Messages of one role in a row are joined by a blank line where the row holds answers; where it holds none,
-    every user message is a turn.
+    Messages of one role in a row are joined by a blank line if the row has answers; if it has none, every
+    user message is a turn.
 
     Raises:
-        RejectedError: the row is not of this form, or not a conversation that the target can be asked.
+        RejectedError: the row is not of this form, or not a conversation that the target can answer.
     """
     entries = list(_entries(row, form, as_is=as_is))
     roles = [message["role"] for message in entries]
@@ -183,7 +183,7 @@ def _entries(row: Mapping[str, Any], form: Form, *, as_is: bool) -> Iterator[Mes
 
 
 def _completion(value: Any, *, as_is: bool) -> Iterator[Message]:
-    """Yield the answer beside a prompt: a text, or messages; only if it is to be used."""
+    """Yield the answer next to a prompt (a text, or messages), if it is to be used."""
     if as_is and value:
         messages = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
         for message in messages:
@@ -222,7 +222,7 @@ def _entry(message: Any, role_key: str, text_key: str, *, as_is: bool) -> Iterat
         case "tool":
             yield read_result(message, text)
         case "system" if not text.strip():
-            # Many data sets carry an empty system message in every row; it says nothing.
+            # Many data sets carry an empty system message in every row; it is left out.
             pass
         case _:
             yield {"role": role, "content": text}

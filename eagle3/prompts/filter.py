@@ -19,7 +19,7 @@ class Filter:
         self._columns: dict[str, None] = {}
 
     def takes(self, row: Mapping[str, Any]) -> bool:
-        """Say whether every column has one of its wanted values."""
+        """Return whether every column has one of its wanted values."""
         for column, wanted in self._wanted.items():
             if not any(_equal(row.get(column), value) for value in wanted):
                 self._note(row, column)
@@ -27,7 +27,7 @@ class Filter:
         return True
 
     def explain(self) -> str:
-        """Say what the rows that were not taken have instead."""
+        """Return what the rows that were left out have instead, for an error message."""
         return "; ".join(
             f"`{column}` is {', '.join(found)}"
             if found

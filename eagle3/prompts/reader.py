@@ -1,4 +1,4 @@
-"""Reader: every row of every source becomes a prompt, or is counted with the reason why not."""
+"""Reader: every row of every source becomes a prompt, or is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class Reader:
                             fault_at = fault_at or f"{origin.place}, line {row.number}: {fault}"
                             yield self._reject(fault, origin, row)
             if not usable:
-                raise _useless(source, fault_at or wanted.explain())
+                raise _no_usable_prompt(source, fault_at or wanted.explain())
 
     def kept(self) -> Iterator[Prompt]:
         """Yield the prompts that remain after limits, sorted by id."""
         limits = [source.limit for source in self._settings.sources]
-        # Of a limited source, those with the lowest ranks stay.
+        # A limited source keeps the prompts with the lowest ranks.
         cuts = {
             number: sorted(ranks)[limit]
             for number, ranks in self._ranks.items()
@@ -135,7 +135,7 @@ class Reader:
         return conversation
 
     def _form(self, row: Row, source: SourceSettings, place: str) -> Form:
-        """Return the file's form: as set, or as its first telling row shows."""
+        """Return the file's form: as set, or that of its first row with a known form."""
         if source.form != "auto":
             return source.form
         if place not in self._forms:
@@ -154,7 +154,11 @@ class Reader:
         return self._forms[place]
 
     def _keep(self, conversation: Conversation, name: str, number: int) -> None:
-        """Put a conversation into the spool, unless its source gives enough or an earlier one equals it."""
+        """Put a conversation into the spool, unless `weight` leaves it out.
+
+        Raises:
+            RejectedError: it repeats an earlier one.
+        """
         id = conversation.id
         rank = hash_of(self._settings.seed, id)
         if fraction_of(rank) >= self._settings.sources[number].weight:
@@ -199,14 +203,14 @@ def _values(row: Row) -> dict[str, Any]:
     return row.value
 
 
-def _useless(source: SourceSettings, found: str) -> Eagle3Error:
+def _no_usable_prompt(source: SourceSettings, found: str) -> Eagle3Error:
     place = source.hub.dataset if source.hub else source.path or "synthetic"
     if not found:
         return Eagle3Error("a prompt source is empty", where=place, expected="at least one row")
     return Eagle3Error(
-        "a prompt source gives no usable prompt",
+        "a prompt source has no usable prompt",
         where=place,
         found=found,
-        remedy="config/README.md lists the forms that are read (`form` under `prompts.sources` names one),"
-        " and what `where` takes",
+        remedy="config/README.md lists the forms that can be read (`form` under `prompts.sources` names one)"
+        " and explains `where`",
     )

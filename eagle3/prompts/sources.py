@@ -1,6 +1,6 @@
 """Sources: files of prompts, found and read row by row.
 
-A fault of one row rejects that row, with a stable code; a fault of a file ends the run.
+A fault in a row rejects that row, with a stable code; a fault in a file ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a source file in constant memory (except `.json`, which is read whole).
 
     Raises:
-        Eagle3Error: the file is missing, unreadable, truncated or of an unknown kind.
+        Eagle3Error: the file is missing, unreadable, truncated or of an unknown type.
     """
     try:
         if path.name.endswith(".parquet"):
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from _json_lines(_chunks(path))
         else:
             raise Eagle3Error(
-                "unknown kind of prompt source",
+                "unknown file type of a prompt source",
                 where=path,
                 found=path.suffix or "no suffix",
                 expected=f"one of {', '.join(SUFFIXES)}",
@@ -128,7 +128,7 @@ def _diagnose(number: int, line: bytes, problem: str) -> Row:
     except UnicodeDecodeError as error:
         return Row(number, line.decode(errors="replace"), RejectedError("not_utf8", str(error)))
     except (ValueError, RecursionError):
-        # Besides faults of syntax: numbers with more digits than Python converts.
+        # Besides syntax errors: numbers with more digits than Python converts.
         return Row(number, line.decode(), RejectedError("not_json", problem))
     except TypeError:
         # Valid JSON whose strings no encoder accepts.

@@ -50,7 +50,10 @@ def make(
         target: `target.json`.
         evaluation: held-out samples; their prompts are served exactly as the target saw them.
         export: config.json of the exported draft.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: there are no held-out samples, or the engine did not use the draft model.
@@ -89,7 +92,7 @@ def _counts(greedy: dict[str, Any], sampled: dict[str, Any] | None) -> dict[str,
 def _serve(
     engine: Engine, settings: AcceptanceSettings, samples: Sequence[Sample], export: Path
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the figures of greedy serving, and those of sampling if there is a temperature.
+    """Return the figures of greedy serving, and those of sampling if a temperature is set.
 
     First everything without the draft, then everything with it: servers are restarted in between.
     """

@@ -52,7 +52,10 @@ def make(
         evaluation: held-out samples.
         hidden_states: shards with their hidden states.
         draft: `model.safetensors` of the trained draft, its `draft.json` next to it.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: the draft is damaged, or the hidden states belong to other samples or layers.
@@ -108,7 +111,7 @@ def _figures(found: Evaluation, draft_tokens: int, served: Set[str]) -> dict[str
 def _check_layers(draft: Path, trained: Sequence[int], captured: Sequence[int]) -> None:
     if trained != captured:
         raise Eagle3Error(
-            "the draft was trained on other layers than the hidden states have",
+            "the draft was trained on different layers than those captured",
             where=draft,
             found=f"layers {', '.join(map(str, trained))}",
             expected=f"layers {', '.join(map(str, captured))}",

@@ -32,7 +32,10 @@ def make(settings: DatasetSettings, *, samples: Sequence[Path], folder: Path) ->
     Args:
         settings: share held out, seed.
         samples: the samples of all parts.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: no sample to train on or to evaluate on is left, or a sample id is duplicated.
@@ -81,7 +84,7 @@ def make(settings: DatasetSettings, *, samples: Sequence[Path], folder: Path) ->
 class _Repeats:
     """Finds answers that repeat another one of their source: a canned answer, or one that an engine mixed up.
 
-    Short answers ("Yes.") are the same for good reason. Sources are looked at alone, so that another one changes none.
+    Short answers ("Yes.") may well be the same. Each source is searched on its own, so adding one changes no other.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -104,7 +107,7 @@ class _Repeats:
             self._keys[max(first, id)] = key
 
     def kept_instead(self, id: str) -> str | None:
-        """Return the id of the sample that stays in the place of a rejected one."""
+        """Return the id of the sample that is kept instead of a rejected one; None if `id` is not rejected."""
         key = self._keys.get(id)
         return None if key is None else self._first[key]
 
@@ -144,7 +147,7 @@ def choose_held_out(conversations: Mapping[str, set[str]], settings: DatasetSett
             expected="at least 2",
             remedy="see stats.json and the rejects of the stage `samples` for what was rejected and why",
         )
-    # Where every source has one conversation alone.
+    # Every source has only one conversation.
     return held_out or {min(everything, key=lambda id: hash_of(settings.seed, "split", id))}
 
 

@@ -51,8 +51,8 @@ def make(
 ) -> dict[str, Any]:
     """Train a draft model and keep the weights with the best simulated acceptance length.
 
-    Writes `model.safetensors` (float32 masters, the engines' tensor names), `draft.json`, `log.jsonl`, `metrics.json`;
-    on GPUs also `timing.jsonl`, the only file that differs between identical runs.
+    Writes `model.safetensors` (float32 master weights under the engines' tensor names), `draft.json`, `log.jsonl` and
+    `metrics.json`; on GPUs also `timing.jsonl`, the only file that differs between identical runs.
     With `machine.gpus` > 1 one process per GPU trains on its share of the rows: the same result up to rounding.
 
     Returns:

@@ -30,7 +30,7 @@ _CONTEXT, _STEPS, _TOLERANCE = 12, 4, 1e-3
 
 
 def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -> dict[str, Any]:
-    """Write `plain/` and, if asked for, `speculators/`: `config.json` and `model.safetensors` (bf16).
+    """Write `plain/` and, if configured, `speculators/`: `config.json` and `model.safetensors` (bf16).
 
     The export is loaded again by our reference model, which reads nothing else: every tensor must be used, every
     parameter filled, and a chain of draft tokens must match training.
@@ -39,7 +39,10 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
         settings: formats.
         target: `target.json`.
         draft: `model.safetensors` of the trained draft, its `draft.json` next to it.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: the draft is damaged, the export does not load, or its outputs differ from training.
@@ -52,7 +55,7 @@ def make(settings: ExportSettings, *, target: Path, draft: Path, folder: Path) -
         raise Eagle3Error(
             "the speculators format does not support MLA drafts",
             where="export.speculators",
-            remedy="set it to false: the plain format serves in vLLM and SGLang",
+            remedy="set it to false: vLLM and SGLang load the plain format",
         )
     if len(trained.config.aux_layer_ids) == 1:
         say("vLLM can serve a draft that reads one auxiliary layer; SGLang cannot, and fails at start-up")

@@ -1,8 +1,8 @@
 """Capture the target's hidden states for every sample, into verified shards.
 
-A sample is durable as soon as it is compressed (`capture_log`), so a kill costs only the samples in flight. When all
-samples are captured, each shard is written once and read back in full; only then does it get its name and replace its
-log (`capture_state`). Disk space needed: the result and one more shard.
+A sample is compressed and appended to a log at once (`capture_log`), so a kill costs only the samples in flight. When
+all samples are captured, each shard is written once and read back in full; only then does it get its name and replace
+its log (`capture_state`). Disk space needed: the result and one more shard.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def make(
         settings: which layers, how they are stored.
         engine: what runs the target.
         machine: threads, and memory for states in flight.
-        target: the pin of the target.
+        target: `target.json`.
         samples: records with `id`, `input_ids` and `spans`.
-        folder: where `shard-{i}.safetensors` and `stats.json` are made.
+        folder: the work folder; `shard-{i}.safetensors` and `stats.json` are written there.
 
     Returns:
         counts: samples, tokens, failed samples by reason, agreement, bytes.

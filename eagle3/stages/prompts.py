@@ -28,7 +28,10 @@ def make(
         settings: the sources and what to take of them.
         sources: all files from outside the workflow, as `settings.outside_files()` gives them.
         synthetic: the user turns that the target wrote, for a source with `synthetic: true`.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: a source is missing, unreadable or empty, or gives no usable prompt.

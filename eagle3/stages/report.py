@@ -54,7 +54,7 @@ def make(
         dataset_stats: `stats.json` of the dataset stage.
         vocabulary_stats: `stats.json` of the vocabulary stage.
         hidden_states_stats: `stats.json` of the hidden-state stage, one per part.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
 
     Returns:
         the main figures.

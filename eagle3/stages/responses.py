@@ -1,7 +1,7 @@
 """Responses: prompts in, the target's answers to them out, turn by turn, as raw, token-exact records.
 
-Turns go in *waves*: wave t asks the t-th turn of every conversation, so that later turns see the target's own
-earlier answers. Where an engine's rounding depends on what it computes together, a wave is cut into fixed groups.
+Turns go in *waves*: wave t sends the t-th turn of every conversation, so that later turns see the target's own
+earlier answers. If an engine's rounding depends on the batch, a wave is cut into fixed groups.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def make(
         machine: where it runs.
         target: `target.json`.
         prompts: one part of the prompts.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: too many requests failed (the first errors are quoted), or the target cannot be used.
@@ -151,7 +154,7 @@ Wave = list[tuple[_Conversation, GenerationRequest]]
 
 
 class _Responder:
-    """Lets the target answer the conversations of one part."""
+    """Has the target answer the conversations of one part."""
 
     def __init__(
         self, settings: ResponsesSettings, target: Target, chat: Chat, shards: Sequence[Sequence[_Conversation]]
@@ -168,7 +171,7 @@ class _Responder:
         self._kinds: Counter[str] = Counter()
 
     def answer(self, engine: Engine, log: RecordLog) -> None:
-        """Answer every turn, wave by wave; what the log holds is not computed again."""
+        """Answer every turn, wave by wave; answers in the log are not computed again."""
         resumable = ResumableEngine(engine, log)
         total = sum(conversation.turns_left for shard in self.shards for conversation in shard)
         tokens, started = 0, perf_counter()
@@ -186,7 +189,7 @@ class _Responder:
     def _wave(self, size: int | None) -> list[Wave]:
         """Return the next turn of every conversation, in groups that are computed together, short prompts first.
 
-        A group never spans two shards: a shard that has to be rebuilt then comes out the same.
+        A group never spans two shards, so a shard that has to be rebuilt comes out the same.
         """
         groups: list[Wave] = []
         everything: Wave = []
@@ -207,7 +210,7 @@ class _Responder:
         return [everything] if size is None else groups
 
     def _prompt_length(self, conversation: _Conversation, request: GenerationRequest) -> int | None:
-        """Return the prompt's tokens; None, and an error on record, if the target cannot be asked this."""
+        """Return the prompt's length in tokens; None if it cannot be sent, and then record the error as the answer."""
         try:
             ids = self._chat.render(request.messages, tools=request.tools, template_kwargs=request.template_kwargs)
             if self._context is not None and len(ids) + self._settings.max_tokens > self._context:
@@ -223,7 +226,7 @@ class _Responder:
         return len(ids)
 
     def _state(self, tokens: int, seconds: float) -> str:
-        """Return what the progress line says besides answers: tokens per second, errors by kind."""
+        """Return the rest of the progress line: tokens per second, errors by kind."""
         kinds = (f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
         return ", ".join([f"{tokens / seconds:,.0f} tokens/s", *kinds])
 

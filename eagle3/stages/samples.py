@@ -29,7 +29,10 @@ def make(settings: SamplesSettings, *, target: Path, responses: Sequence[Path], 
         settings: what counts as clean.
         target: `target.json`.
         responses: the shards of one part.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
     """
     pinned = load_target(target)
     cleaner = _Cleaner(settings, load_chat(pinned), pinned.vocab_size)
@@ -107,7 +110,7 @@ class _Cleaner:
         return sample, min(reasoning, len(sample["input_ids"]) - len(prompt))
 
     def _check_ids(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """The ids are the target's, and as many as the engine counted."""
+        """Check that the ids are in the vocabulary, and as many as the engine counted."""
         if not prompt or not answer:
             raise RejectedError("empty", f"{len(prompt)} prompt and {len(answer)} generated tokens")
         for ids in (prompt, answer):
@@ -119,7 +122,7 @@ class _Cleaner:
                 raise RejectedError("count_mismatch", f"{name}: {usage[name]} counted, {len(ids)} received")
 
     def _check_end(self, turn: Turn, answer: list[int]) -> list[int]:
-        """The answer ends as its finish reason says; return it without its end."""
+        """Check that the answer ends as its finish reason says; return it without its end token."""
         finish = turn["finish_reason"]
         ended = answer[-1] in self._chat.stop_ids
         body = answer[:-1] if ended else answer
@@ -135,10 +138,10 @@ class _Cleaner:
         return body
 
     def _check_reasoning(self, turn: Turn, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """What was reasoned is in the ids, and closed; return how many tokens it has."""
+        """Check that the reasoning is in the ids and closed; return its length in tokens."""
         reasoning, _ = self._chat.split_reasoning(prompt, answer)
-        told = turn["message"].get("reasoning") or ""
-        if told.strip() and not reasoning:
+        reported = turn["message"].get("reasoning") or ""
+        if reported.strip() and not reasoning:
             raise RejectedError("reasoning_lost", "the engine returned reasoning that is not among the ids")
         if self._settings.require_reasoning and not reasoning:
             raise RejectedError("reasoning_missing")
@@ -175,7 +178,7 @@ class _Stats:
         counts["truncated"] += sample["finish_reason"] == "length"
         lengths = {"prompt": start, "reasoning": reasoning, "answer": end - start - reasoning}
         for name, length in lengths.items():
-            # The least power of two that is not less.
+            # The smallest power of two that is at least the length.
             self._lengths[name][1 << max(length - 1, 0).bit_length() if length else 0] += 1
 
     def summary(self) -> dict[str, Any]:

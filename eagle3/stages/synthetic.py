@@ -1,7 +1,7 @@
 """Synthetic prompts: user turns that the target writes itself, so that a run needs no data set.
 
-The chat template, cut where a user's message begins, is all that the target is given; what it samples up to the end
-of the turn is a prompt of the kind that it was tuned on (Xu et al. 2024, "Magpie", arXiv:2406.08464).
+The target is given only the chat template up to where a user's message begins; what it samples up to the end of the
+turn is a prompt of the kind that it was tuned on (Xu et al. 2024, "Magpie", arXiv:2406.08464).
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def make(
         engine: which engine.
         machine: where it runs.
         target: `target.json`.
-        folder: where to work.
+        folder: the work folder, which becomes the artifact.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
         Eagle3Error: the chat template does not say where a user's turn begins and ends, the engine failed, or no
@@ -87,7 +90,7 @@ def make(
             "the target wrote no usable user turn",
             where="`synthetic`",
             found=rejects,
-            remedy="a base model, or one tuned to answer only, may not know them: use another source;"
+            remedy="a base model, or one tuned only to answer, may not be able to write them: use another source;"
             " where turns are `truncated`, raise `synthetic.max_tokens`",
         )
     return counts
@@ -101,7 +104,7 @@ def find_user_turn(chat: Chat) -> UserTurn:
     """
     text = chat.apply([{"role": "user", "content": _MARKER}], None, {}, generate=True)
     opening, marker, rest = text.partition(_MARKER)
-    # A blank before the message belongs to its first token.
+    # A space before the message belongs to its first token.
     ids, after = (chat.tokenizer.encode(part, add_special_tokens=False) for part in (opening.rstrip(" "), rest))
     closing = next((index for index, id in enumerate(after) if id in chat.control), None)
     if not marker or not ids or closing is None or chat.tokenizer.decode(after[:closing]).strip():
@@ -120,7 +123,7 @@ def _sample(
 ) -> dict[str, Generation]:
     """Return the answer to every request by its id.
 
-    All requests are alike, so one that fails says that the engine is at fault, not the request.
+    All requests are alike, so a failure points to the engine, not to the request.
     """
     answers: dict[str, Generation] = {}
     with Progress(sum(map(len, groups)), "user turns", "turns") as bar:
@@ -162,4 +165,4 @@ def _faults(chat: Chat, ids: Sequence[int], text: str, *, complete: bool) -> Ite
     if not text:
         yield "empty_message", ""
     if _REPLACEMENT in text or "\0" in text:
-        yield "not_text", "bytes that are no characters"
+        yield "not_text", "bytes that are not valid characters"

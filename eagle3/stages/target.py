@@ -16,10 +16,13 @@ PIN = "target.json"
 
 
 def make(settings: TargetSettings, *, folder: Path) -> dict[str, Any]:
-    """Write `target.json` into `folder`, and for the demo the model's files into `model/` beside it.
+    """Write `target.json` into `folder`, and for the demo the model's files into `model/` next to it.
+
+    Returns:
+        counts for the manifest and the console.
 
     Raises:
-        Eagle3Error: the model cannot be found, fetched or used.
+        Eagle3Error: the model cannot be found, downloaded or used.
     """
     if settings.model == demo.NAME:
         demo.make(folder)

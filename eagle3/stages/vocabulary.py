@@ -1,6 +1,6 @@
 """Vocabulary: training samples in, the target tokens that the draft model can propose out.
 
-Counted on the generated part of the training samples alone; tokens that steer a conversation (end of turn, end of
+Only the generated part of the training samples is counted; tokens that steer a conversation (end of turn, end of
 reasoning, marks of tool calls) are always included.
 """
 
@@ -36,8 +36,11 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
     draft vocabulary), `counts` int64 [V] (in the training spans). The metadata holds the coverage, in total and per
     source, the sha256 of the training data and the target's revision.
 
+    Returns:
+        counts for the manifest and the console.
+
     Raises:
-        Eagle3Error: the vocabulary is smaller than the size asked for, or nothing was generated.
+        Eagle3Error: the requested size does not fit, or nothing was generated.
     """
     pinned = load_target(target)
     chat = load_chat(pinned)
@@ -46,7 +49,7 @@ def make(settings: VocabularySettings, *, target: Path, train: Path, folder: Pat
     counts: Ids = np.sum(list(by_source.values()), axis=0, dtype=np.int64) if by_source else np.zeros(0, np.int64)
     if not counts.sum():
         raise Eagle3Error(
-            "the training data holds no generated token",
+            "the training data contains no generated tokens",
             where=train,
             expected="samples with non-empty spans",
             remedy="see stats.json of the stage `samples` for what was rejected and why",
@@ -84,7 +87,7 @@ def count_tokens(train: Path, vocab_size: int) -> dict[str, Ids]:
     """Return, per source, how often each target token occurs in the spans: int64 [V].
 
     Raises:
-        Eagle3Error: a token id lies outside the target's vocabulary.
+        Eagle3Error: a token id is outside the target's vocabulary.
     """
     counts: dict[str, Ids] = defaultdict(lambda: np.zeros(vocab_size, dtype=np.int64))
     waiting: dict[str, list[int]] = defaultdict(list)
@@ -93,7 +96,7 @@ def count_tokens(train: Path, vocab_size: int) -> dict[str, Ids]:
         found = np.bincount(waiting.pop(source), minlength=vocab_size)
         if len(found) > vocab_size:
             raise Eagle3Error(
-                "a token id lies outside the target's vocabulary",
+                "a token id is outside the target's vocabulary",
                 where=train,
                 found=len(found) - 1,
                 expected=f"less than {vocab_size}",
@@ -123,7 +126,7 @@ def choose(counts: Ids, forced: Ids, settings: VocabularySettings) -> Ids:
         settings: size or coverage; the whole vocabulary if neither is set.
 
     Raises:
-        Eagle3Error: the size asked for does not fit.
+        Eagle3Error: the requested size does not fit.
     """
     always = np.zeros(len(counts), dtype=bool)
     always[forced] = True
@@ -149,7 +152,7 @@ def _coverage(counts: Ids, t2d: NDArray[np.bool_]) -> float:
 
 
 def _listings(chat: Chat, counts: Ids, t2d: NDArray[np.bool_], forced: Ids) -> dict[str, Any]:
-    """Return the forced tokens, and the most frequent ones that fall outside."""
+    """Return the forced tokens, and the most frequent tokens outside the draft vocabulary."""
     outside = np.flatnonzero(~t2d & (counts > 0))
     outside = outside[np.lexsort((outside, -counts[outside]))][:_LISTED_OUTSIDE]
 

@@ -211,7 +211,7 @@ def test_only_the_damaged_file_is_rebuilt(bench: Bench) -> None:
 def test_a_file_that_no_stage_made_is_refused(bench: Bench) -> None:
     (bench.run / "lower").mkdir(parents=True)
     (bench.run / "lower/a.txt").write_text("mine")
-    with pytest.raises(Eagle3Error, match="no finished artifact"):
+    with pytest.raises(Eagle3Error, match="does not belong to a finished artifact"):
         bench.upper()
 
 

@@ -239,7 +239,7 @@ def test_shards_of_two_runs(make: Make, work: Path, tmp_path: Path, records: lis
     assert {fault.check for fault in report.faults} == {"mixed", "incomplete"}
     assert "encoding is fp8, but lossless" in next(f.detail for f in report.faults if f.check == "mixed")
     shutil.copy(one, tmp_path / "again.safetensors")
-    assert {fault.check for fault in verify([work, tmp_path / "again.safetensors"]).faults} == {"twice"}
+    assert {fault.check for fault in verify([work, tmp_path / "again.safetensors"]).faults} == {"duplicate"}
     # Two parts, each complete, go together.
     assert verify([work, tmp_path / "second"]).ok
 

@@ -179,7 +179,7 @@ class TestLibrary:
         self, hub: dict[str, str], tmp_path: Path, change: dict[str, Any], message: str
     ) -> None:
         stderr = make(tmp_path, hub, **change)
-        assert "a data set of the hub cannot be read" in stderr
+        assert "a hub data set cannot be read" in stderr
         assert message in stderr
 
     def test_without_a_network_the_cache_serves_its_commit_and_no_other(

@@ -157,7 +157,7 @@ class TestFaults:
             ("a.jsonl.gz", b"not gzip", r"(?s)cannot be read.*a\.jsonl\.gz"),
             ("a.jsonl.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-9], r"(?s)cannot be read.*a\.jsonl\.gz"),
             ("a.jsonl.zst", zstandard.compress(lines({"turns": ["a"]}))[:-3], r"(?s)cannot be read.*frame"),
-            ("a.csv", b"a,b\n", r"(?s)unknown kind of prompt source.*a\.csv.*\.jsonl"),
+            ("a.csv", b"a,b\n", r"(?s)unknown file type of a prompt source.*a\.csv.*\.jsonl"),
         ],
     )
     def test_a_faulty_file_is_an_error_that_names_it(

@@ -117,5 +117,5 @@ def test_a_draft_of_other_layers_is_refused(known: Inputs, draft: Path, tmp_path
     config = json.loads((draft.parent / "draft.json").read_text())
     (tmp_path / "draft.json").write_text(json.dumps(config | {"aux_layer_ids": [1, 4, 5]}))
     (tmp_path / "model.safetensors").write_bytes(draft.read_bytes())
-    with pytest.raises(Eagle3Error, match="other layers"):
+    with pytest.raises(Eagle3Error, match="different layers"):
         measure(known, tmp_path / "model.safetensors", tmp_path)

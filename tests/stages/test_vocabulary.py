@@ -118,7 +118,7 @@ def test_coverage_in_place_of_a_size(target: Path, tmp_path: Path) -> None:
     counts = run(target, tmp_path, SAMPLES, coverage=1.0)
     assert counts["coverage"] == 1.0
     assert counts["size"] == len(FORCED) + 4
-    with pytest.raises(ValidationError, match="exclude each other"):
+    with pytest.raises(ValidationError, match="mutually exclusive"):
         VocabularySettings(size=10, coverage=0.9)
 
 

@@ -39,5 +39,5 @@ rule draft:
         " --output {output.manifest:q} {input.hidden_states:q}"
 
 
-# A training that this machine cannot run is refused now, not when its turn comes.
+# Reject a training that this machine cannot run now, not when its job starts.
 FLOW.check_training(rules.draft.output.manifest)

@@ -1,7 +1,7 @@
 rule prompts:
     """Read the prompt sources, remove duplicates and divide the prompts into parts.
 
-    In: the files of the sources and of evaluations to keep clear of; the target's own turns, if configured.
+    In: the files of the sources and of the evaluation prompts to exclude; the synthetic user turns, if configured.
     Out: one file per part, one record per conversation (id: hash of its content, source, messages), sorted by id, which
     also decides the part; rejects.jsonl.zst with reasons; stats.json with counts per source.
     """

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from eagle3.export.position_cache import PositionCache
 
 ATTENTION = "eagle3_grouped"
-# More new tokens than this are a prefill, where that gains nothing and the mask grows.
+# More new tokens than this are a prefill, where folding gains nothing and the mask would grow.
 _FOLDED = 16
 
 

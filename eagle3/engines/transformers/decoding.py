@@ -19,7 +19,7 @@ _WORTH_DROPPING = 0.75
 
 @dataclass
 class Answer:
-    """One row's generated ids, the end token included, and what drafting gave (see `speculation`)."""
+    """One row's generated ids, the end token included, and the counts of speculation (see `speculation`)."""
 
     limit: int
     token_ids: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Answer:
     accepted: list[int] = field(default_factory=list)
 
     def take(self, token_ids: Sequence[int], stop_ids: Collection[int]) -> int:
-        """Append ids up to an end token or the limit; return how many were."""
+        """Append ids up to an end token or the limit; return how many were appended."""
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             if token_id in stop_ids or len(self.token_ids) == self.limit:
@@ -86,8 +86,8 @@ def unfinished(answers: Sequence[Answer], live: Sequence[int], device: torch.dev
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Choose a token [B] for every row of logits [B, V].
 
-    Every row spends one random number of its own generator a token, so that what it draws does not depend on
-    the other rows.
+    Each row draws one random number per token from its own generator, so that its tokens do not depend on the
+    other rows.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -98,7 +98,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
     draws = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
     mass = probabilities.cumsum(-1)
     index = torch.searchsorted(mass, draws[:, None] * mass[:, -1:], right=True)
-    # Rounding may bring a draw up to the whole mass: the last entry with any is the first that reaches it.
+    # Rounding may bring a draw up to the whole mass: then take the first entry that reaches it, the last with any mass.
     index = index.minimum((mass < mass[:, -1:]).sum(-1, keepdim=True))
     return (index if ids is None else ids.gather(-1, index))[:, 0]
 

