@@ -1,4 +1,4 @@
-"""What the Snakefile asks of the package: the checked configuration, and the tracked parameters of every rule.
+"""What the Snakefile needs from the package: the checked configuration, and the tracked parameters of every rule.
 
 Snakemake reruns a rule when its `params` change. Ours are one JSON text per rule, the *recipe*: the fingerprint of the
 code that makes the artifact, and exactly the settings that the command is given. A stage cannot depend on a setting

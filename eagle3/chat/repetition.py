@@ -30,7 +30,7 @@ def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
     if len(array) < max(LOOP_TOKENS, max_repeats + 1):
         return None
     distances = Counter(_distances(array))
-    # The first passage has nothing before it; neither may the first 8 tokens of the second.
+    # The first passage has nothing before it, and neither may the 8 tokens that cross the end of the last one.
     for period, count in sorted(distances.items()):
         least = max((max_repeats + 1) * period, LOOP_TOKENS)
         if count >= (least - period - _NGRAM) // period and least <= len(array):
@@ -43,7 +43,7 @@ def loop_period(ids: Sequence[int], max_repeats: int) -> int | None:
 def _distances(array: NDArray[np.int64]) -> list[int]:
     """Return, for every 8 tokens that occurred before, how far back they last did."""
     hashes = array.astype(np.uint64)
-    # Hashes of 1, 2 and 4 tokens are combined into those of 2, 4 and 8. Different tokens almost never have equal hashes.
+    # Hashes of 1, 2 and 4 tokens are combined into those of 2, 4 and 8; different tokens almost never have equal ones.
     for size in (1, 2, 4):
         hashes = (hashes[:-size] ^ (hashes[:-size] >> np.uint64(29))) * _FACTOR + hashes[size:]
     last: dict[int, int] = {}

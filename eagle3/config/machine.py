@@ -27,7 +27,7 @@ class MachineSettings(Settings):
     base_url: str | None = None
     """URL of a running server, `http://host:port/v1`. Null: the job starts its own vLLM server and stops it.
 
-    Required for `engine.name: openai`, which reads its key from `OPENAI_API_KEY`."""
+    Required for `engine.name: openai`, which reads its key from `OPENAI_API_KEY`. Served acceptance needs null."""
     concurrency: int = Field(default=128, ge=1)
     """Maximum number of requests in flight.
 

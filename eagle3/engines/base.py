@@ -114,7 +114,7 @@ class Served:
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
-    """The interface."""
+    """Runs the target; a context manager that frees the model or ends the server on exit."""
 
     name: str
     versions: dict[str, str]

@@ -5,7 +5,7 @@
 
 A record is a prefix (magic, size and CRC of its head), the head (JSON: the sample's identity and the sizes of
 its frames) and the frames, exactly as in the shard. Incomplete records, which a kill, a full disk or a power cut can
-leave behind, are recognised and their samples captured again; all others are kept.
+leave behind, are recognised and their samples recaptured; all others are kept.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def shard_path(folder: Path, number: int) -> Path:
 class CaptureState:
     """The state of a capture, resumed from an earlier run.
 
-    Every frame that is found is checked; damaged samples are left out, and so captured again.
+    Every frame that is found is checked; damaged samples are left out and recaptured.
 
     Args:
         folder: the stage's work folder.

@@ -2,7 +2,7 @@
 
 Order and split follow from hashes of seed and ids: they do not depend on how the samples were divided into parts, and
 adding a source leaves those of the others unchanged. The same holds for answers that repeat another one of their
-source: the one with the lowest id stays.
+source: the one with the lowest id is kept.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ def make(
     """Write `part-{p}.jsonl.zst`, `rejects.jsonl.zst` and `stats.json` into `folder`.
 
     A part holds the prompts whose id falls into its range of the hash, sorted by id: adding or removing a
-    prompt changes one part. Where prompts repeat each other, the first one in the order of the sources stays.
+    prompt changes one part. Of prompts that repeat each other, the first in the order of the sources is kept.
 
     Args:
-        settings: the sources and what to take of them.
+        settings: the sources, and what to take from them.
         sources: all files from outside the workflow, as `settings.outside_files()` gives them.
         synthetic: the user turns that the target wrote, for a source with `synthetic: true`.
         folder: the work folder, which becomes the artifact.
