@@ -18,6 +18,8 @@ AT_IMPORT = "(at import)"
 _WRAPPERS = ("abc.", "contextlib.", "dataclasses.", "functools.", "torch.inference_mode", "torch.no_grad", "triton.jit")
 # Fields that differ between Python releases without a difference in meaning.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment", "type_ignores"})
+# Names through which code finds any definition of its own module.
+_LOOKUPS = frozenset({"globals", "eval", "exec", "sys.modules"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -37,13 +39,15 @@ class Package(Protocol):
 
     def resolve(self, dotted: str) -> tuple[Node | str, tuple[str, ...]]: ...
 
+    def run_by(self, dotted: str) -> list[Node]: ...
+
 
 class Module:
     """The top level of one module.
 
     `statements` holds those that define a name, `imports` the dotted names that a name was imported from,
-    `at_import` the other statements, which run when the module is imported; `loads` are the modules that it imports
-    by `import a.b.c`, perhaps only for what they do then.
+    `at_import` the other statements, which run when the module is imported; `loads` are the dotted names that it
+    imports by `import a.b.c` or does not use, perhaps only for what their modules do then.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -51,6 +55,7 @@ class Module:
         self.imports: dict[str, list[str]] = {}
         self.at_import: list[ast.stmt] = []
         self.loads: list[str] = []
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for statement in tree.body:
             if _is_inert(statement):
                 continue
@@ -59,6 +64,8 @@ class Module:
                 self.imports.setdefault(name, []).extend(dotted)
             if isinstance(statement, _IMPORTS):
                 self.loads += [alias.name for alias in statement.names if isinstance(statement, ast.Import)]
+                if isinstance(statement, ast.ImportFrom):
+                    self.loads += [dotted for name, dotted in _imported(statement) if name not in used]
                 continue
             changed = _changed(statement) - self.imports.keys()
             for name in scope.names | scope.imports.keys() | changed:
@@ -70,6 +77,8 @@ class Module:
         self.runs_at_import = bool(self.at_import) or "*" in self.imports
 
     def _may_register(self, statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.If | ast.Try | ast.TryStar) and not _is_inert(statement):
+            return any(self._may_register(inner) for inner in _inner_statements(statement))
         if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
             return False
         for decorator in statement.decorator_list:
@@ -89,6 +98,7 @@ class Scope:
         self.names: set[str] = set()
         self.imports: dict[str, list[str]] = {}
         self.is_class = is_class
+        self.globals: set[str] = set()
         elsewhere: set[str] = set()
         waiting = list(nodes)
         while waiting:
@@ -100,8 +110,9 @@ class Scope:
             elif isinstance(node, _IMPORTS):
                 for name, dotted in _imported(node):
                     self.imports.setdefault(name, []).append(dotted)
-            elif isinstance(node, ast.Global):
+            elif isinstance(node, ast.Global | ast.Nonlocal):
                 elsewhere |= set(node.names)
+                self.globals |= set(node.names) if isinstance(node, ast.Global) else set()
             elif not isinstance(node, ast.Lambda) and not _is_inert(node):
                 self.names |= set(_bound(node))
                 waiting += ast.iter_child_nodes(node)
@@ -109,10 +120,11 @@ class Scope:
 
 
 class Reader:
-    """Hashes definitions of one module and notes, in order, which definitions they use."""
+    """Hashes definitions of one module and notes, in order, which definitions they use, and what their imports run."""
 
     def __init__(self, module: str, package: Package) -> None:
         self.uses: list[Node] = []
+        self.runs: list[Node] = []
         self._name = module
         self._module = package.module(module)
         self._package = package
@@ -147,7 +159,9 @@ class Reader:
         elif not isinstance(node, ast.AST):
             self._put(f"{type(node).__name__}:{node!r}")
         elif isinstance(node, _IMPORTS):
-            return
+            names = [alias.name for alias in node.names if isinstance(node, ast.Import)]
+            dotted_names = names or [dotted for _, dotted in _imported(node)]
+            self.runs += [run for dotted in dotted_names for run in self._package.run_by(dotted)]
         elif (chain := _chain(node)) is not None:
             self._use(chain, scopes, stored=isinstance(getattr(node, "ctx", None), ast.Store) and len(chain) == 1)
         else:
@@ -190,7 +204,20 @@ class Reader:
             self._put("type=")
             follow, self._follow = self._follow, is_field
             self._visit(value, scopes)
+            for part in ast.walk(value) if isinstance(value, ast.AST) else ():
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    self._visit_quoted(part.value, scopes)
             self._follow = follow
+
+    def _visit_quoted(self, text: str, scopes: tuple[Scope, ...]) -> None:
+        """A type may be quoted: `list["Item"]`. Other strings, as in `Literal["a"]`, seldom name a definition."""
+        try:
+            parts = list(ast.walk(ast.parse(text, mode="eval")))
+        except (SyntaxError, ValueError):
+            return
+        for chain in filter(None, map(_chain, parts)):
+            if chain[0] in self._module.names:
+                self._use(chain, scopes)
 
     def _visit_tried_imports(self, node: ast.Try | ast.TryStar) -> None:
         """An import that may fail decides what happens next."""
@@ -205,9 +232,12 @@ class Reader:
         if stored and (not scopes or scopes[-1].is_class):
             return self._put(name)
         for scope in reversed(scopes):
-            if name in scope.imports:
-                for dotted in scope.imports[name]:
-                    self._mean(dotted, rest)
+            if name in scope.globals:
+                break
+            for dotted in scope.imports.get(name, []):
+                self._mean(dotted, rest)
+            # A class's imports are not visible in its methods.
+            if name in scope.imports and not scope.is_class:
                 return None
             if name in scope.names and not scope.is_class:
                 return self._put(".".join(chain))
@@ -217,6 +247,8 @@ class Reader:
             self._mean(self._module.imports[name][-1], rest)
         else:
             self._put(".".join(chain))
+            if name in _LOOKUPS:
+                self._note(Node(self._name, None), ())
         return None
 
     def _mean(self, dotted: str, rest: Sequence[str]) -> None:
@@ -225,6 +257,8 @@ class Reader:
     def _note(self, meaning: Node | str, rest: Sequence[str]) -> None:
         if isinstance(meaning, str):
             self._put(f"external {meaning}")
+            if meaning in _LOOKUPS:
+                self.uses.append(Node(self._name, None))
         else:
             self._put(f"use {'.'.join([meaning.name or '(module)', *rest])}")
             if self._follow:
@@ -285,14 +319,19 @@ def _only_defines(statement: ast.AST) -> bool:
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef, *_IMPORTS)) or _is_inert(statement):
         return True
     if isinstance(statement, ast.Assign):
-        return all(isinstance(target, ast.Name | ast.Tuple | ast.List) for target in statement.targets)
+        bound = [node for target in statement.targets for node in ast.walk(target)]
+        return not any(isinstance(node, ast.Attribute | ast.Subscript) for node in bound)
     if isinstance(statement, ast.AnnAssign):
         return isinstance(statement.target, ast.Name)
     if isinstance(statement, ast.If | ast.Try | ast.TryStar):
-        parts = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
-        parts += [inner for handler in getattr(statement, "handlers", []) for inner in handler.body]
-        return all(isinstance(part, ast.Pass | ast.Raise) or _only_defines(part) for part in parts)
+        return all(isinstance(p, ast.Pass | ast.Raise) or _only_defines(p) for p in _inner_statements(statement))
     return False
+
+
+def _inner_statements(statement: ast.AST) -> list[ast.stmt]:
+    """Return the statements in all branches of an `if` or a `try`."""
+    parts = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
+    return parts + [inner for handler in getattr(statement, "handlers", []) for inner in handler.body]
 
 
 def _changed(statement: ast.stmt) -> set[str]:

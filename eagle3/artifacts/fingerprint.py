@@ -39,6 +39,8 @@ class Definition(NamedTuple):
     """Hash of its text, in which other definitions are named without their modules."""
     uses: tuple[Node, ...]
     """The definitions it refers to, in the order of the text."""
+    runs: tuple[Node, ...] = ()
+    """What the imports inside it run."""
 
 
 def fingerprint(roots: Iterable[str], root: Path | None = None) -> str:
@@ -72,7 +74,7 @@ def _identities(definitions: Mapping[Node, Definition]) -> list[str]:
     while True:
         finer = {
             node: hashlib.sha256(" ".join([text, *(known[used] for used in uses)]).encode()).hexdigest()
-            for node, (text, uses) in definitions.items()
+            for node, (text, uses, _) in definitions.items()
         }
         if len(set(finer.values())) == len(set(known.values())):
             return list(finer.values())
@@ -102,12 +104,16 @@ class _Package:
             if node in found:
                 continue
             found[node] = self.definition(node)
-            waiting += found[node].uses
+            waiting += found[node].uses + found[node].runs
             # Importing a.b.c also runs a/__init__.py and a/b/__init__.py.
-            loaded = [name for name in self.module(node.module).loads if name in self._names - PRESENTATION]
-            modules = [*_above(node.module), *loaded]
-            waiting += [Node(module, AT_IMPORT) for module in modules if self.module(module).runs_at_import]
+            for dotted in (node.module, *self.module(node.module).loads):
+                waiting += self.run_by(dotted)
         return found
+
+    def run_by(self, dotted: str) -> list[Node]:
+        """Return what runs when a module, or a name from it, is imported."""
+        modules = [name for name in _above(dotted) if name in self._names - PRESENTATION]
+        return [Node(module, AT_IMPORT) for module in modules if self.module(module).runs_at_import]
 
     def module(self, name: str) -> Module:
         # A folder without __init__.py is an empty module.
@@ -116,7 +122,7 @@ class _Package:
     def definition(self, node: Node) -> Definition:
         if node not in self._known:
             reader = Reader(node.module, self)
-            self._known[node] = Definition(reader.read(node), tuple(reader.uses))
+            self._known[node] = Definition(reader.read(node), tuple(reader.uses), tuple(reader.runs))
         return self._known[node]
 
     def resolve(self, dotted: str) -> tuple[Node | str, tuple[str, ...]]:
@@ -133,7 +139,8 @@ class _Package:
                 return ".".join(rest), ()
             if not rest or (rest[0] not in self.module(module).names and f"{module}.{rest[0]}" not in self._names):
                 return Node(module, None), tuple(rest)
-            if rest[0] in self.module(module).names:
+            imports_itself = [f"{module}.{rest[0]}"] == self.module(module).imports.get(rest[0])
+            if rest[0] in self.module(module).names and not (imports_itself and f"{module}.{rest[0]}" in self._names):
                 break
         found = self.module(module)
         if rest[0] in found.statements:

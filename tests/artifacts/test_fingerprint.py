@@ -204,6 +204,42 @@ def test_a_name_means_the_outer_one_where_it_is_evaluated_outside(tmp_path: Path
     assert one != of(write(tmp_path / "two", {"stage": text.replace("used = 1", "used = 2")}))
 
 
+EDITS_THAT_COUNT = {
+    "an item set in an unpacked assignment": ("R = {}\nX, R['a'] = 0, 1\n\n\ndef make():\n    return R\n", {}),
+    "globals()": ("F = 1\n\n\ndef make():\n    return globals()['F']\n", {}),
+    "sys.modules": ("import sys\n\nF = 1\n\n\ndef make():\n    return vars(sys.modules[__name__])\n", {}),
+    "eval": ("F = 1\n\n\ndef make():\n    return eval('F')\n", {}),
+    "a quoted field type": ("class B:\n    x = 1\n\n\nclass A:\n    b: list['B']\n\n\ndef make():\n    return A\n", {}),
+    "global below a local of that name": (
+        "X = 1\n\n\ndef make():\n    X = 2\n\n    def f():\n        global X\n        return X\n\n    return f() + X\n",
+        {},
+    ),
+    "a class's import, which its methods do not see": (
+        "F = 1\n\n\nclass A:\n    from abc import F\n\n    def f(self):\n        return F\n\n\ndef make(): return A\n",
+        {},
+    ),
+    "a registration in a branch": (
+        "if here:\n\n    @register\n    def f():\n        return 1\n\n\ndef make():\n    return 0\n",
+        {},
+    ),
+    "an unused import": ("from eagle3 import side\n\n\ndef make():\n    return 0\n", {"side": "print(1)\n"}),
+    "an unused import inside": ("def make():\n    import eagle3.side\n", {"side": "print(1)\n"}),
+    "a package that imports its module": (
+        "from eagle3.pkg import sub\n\n\ndef make():\n    return sub.X\n",
+        {"pkg/__init__": "from eagle3.pkg import sub\n", "pkg/sub": "X = 1\n"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS_THAT_COUNT)
+def test_what_is_used_indirectly_counts(tmp_path: Path, kind: str) -> None:
+    stage, others = EDITS_THAT_COUNT[kind]
+    files = {"stage": stage, **others}
+    before = of(write(tmp_path / "before", files))
+    after = {name: re.sub(r"\b1\b", "7", text) for name, text in files.items()}
+    assert before != of(write(tmp_path / "after", after))
+
+
 def test_a_renamed_module_is_the_same(package: Path) -> None:
     before = of(package)
     for path in (package / "eagle3").rglob("*.py"):
