@@ -68,15 +68,25 @@ def read(folder: Path) -> Manifest:
     Raises:
         Eagle3Error: the manifest is missing or damaged.
     """
-    path = folder / NAME
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return parse(folder / NAME)
     except FileNotFoundError:
         raise Eagle3Error(
             "an artifact has no manifest: it was not finished, or not made by this workflow",
             where=folder,
             remedy="run the stage that makes it",
         ) from None
+
+
+def parse(path: Path) -> Manifest:
+    """Read a manifest file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Eagle3Error: it is damaged.
+    """
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise Eagle3Error(
             "a manifest is damaged", where=path, found=error, remedy="delete it and run snakemake again"

@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,15 @@ class Store:
         if not output.absolute().is_relative_to(results):
             return
         run = results / output.absolute().relative_to(results).parts[0]
-        current = {path: manifests.read(path.parent) for path in sorted(run.rglob(manifests.NAME))}
+        current = {}
+        for path in sorted(run.rglob(manifests.NAME)):
+            # Jobs of the same run do this side by side: another one may have unlinked it.
+            with suppress(FileNotFoundError):
+                current[path] = manifests.parse(path)
         present = {file.sha256 for found in current.values() for file in found.files.values()}
         for path, found in current.items():
             if any(digest not in present for files in found.inputs.values() for digest in files.values()):
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 def content_key(

@@ -17,7 +17,7 @@ from eagle3.config.prompts import DecontaminationSettings
 from eagle3.errors import Eagle3Error, RejectedError
 from eagle3.files.find import find_files
 from eagle3.prompts.conversations import detect_forms, to_conversation
-from eagle3.prompts.sources import Row, read_rows
+from eagle3.prompts.sources import SourceRow, read_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,7 +115,7 @@ def _texts(path: Path, column: str | None) -> Iterator[str]:
             ) from None
 
 
-def _texts_of(row: Row, column: str | None) -> Iterator[str]:
+def _texts_of(row: SourceRow, column: str | None) -> Iterator[str]:
     if row.fault:
         raise row.fault
     if not isinstance(row.value, Mapping):

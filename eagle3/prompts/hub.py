@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from eagle3.config.prompts import HubSettings
 from eagle3.errors import Eagle3Error
-from eagle3.prompts.sources import Row
+from eagle3.prompts.sources import SourceRow
 
 _ROWS = 1000
 
 
-def read_hub(settings: HubSettings) -> Iterator[Row]:
+def read_hub(settings: HubSettings) -> Iterator[SourceRow]:
     """Yield the rows of a data set at its pinned commit, downloading it unless it is in the hub's cache.
 
     Rows are read from Arrow as they are: images and sounds stay bytes and are not decoded.
@@ -46,4 +46,4 @@ def read_hub(settings: HubSettings) -> Iterator[Row]:
     for batch in table.with_format("arrow").iter(_ROWS):
         for value in batch.to_pylist():
             number += 1
-            yield Row(number, value)
+            yield SourceRow(number, value)

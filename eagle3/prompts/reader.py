@@ -19,7 +19,7 @@ from eagle3.prompts.contamination import Contamination
 from eagle3.prompts.conversations import Conversation, detect_forms, to_conversation
 from eagle3.prompts.filter import Filter
 from eagle3.prompts.hub import read_hub
-from eagle3.prompts.sources import Row, read_rows, stem
+from eagle3.prompts.sources import SourceRow, read_rows, stem
 from eagle3.records import Prompt, Reject
 
 
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     """In counts and plots."""
     place: str
     """Its path or id, for messages."""
-    rows: Iterator[Row]
+    rows: Iterator[SourceRow]
 
 
 def origins(source: SourceSettings, synthetic: Path | None) -> Iterator[Origin]:
@@ -125,7 +125,7 @@ class Reader:
             "total": {**dict(sorted(total.items())), "rejects": dict(sorted(rejects.items()))},
         }
 
-    def _check(self, row: Row, source: SourceSettings, place: str) -> Conversation:
+    def _check(self, row: SourceRow, source: SourceSettings, place: str) -> Conversation:
         conversation = to_conversation(row.value, self._form(row, source, place), as_is=source.answers == "as_is")
         if conversation.chars > self._settings.max_chars:
             raise RejectedError("too_long", f"{conversation.chars:,} characters")
@@ -134,7 +134,7 @@ class Reader:
             raise RejectedError("contaminated", found)
         return conversation
 
-    def _form(self, row: Row, source: SourceSettings, place: str) -> Form:
+    def _form(self, row: SourceRow, source: SourceSettings, place: str) -> Form:
         """Return the file's form: as set, or that of its first row with a known form."""
         if source.form != "auto":
             return source.form
@@ -178,7 +178,7 @@ class Reader:
             prompt["tools"] = conversation.tools
         self._spool.add(id, {"number": number, "prompt": prompt})
 
-    def _reject(self, fault: RejectedError, origin: Origin, row: Row) -> Reject:
+    def _reject(self, fault: RejectedError, origin: Origin, row: SourceRow) -> Reject:
         self._rejects[origin.name][fault.code] += 1
         return {
             "id": f"{Path(origin.place).name}:{row.number}",
@@ -190,7 +190,7 @@ class Reader:
         }
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: SourceRow) -> dict[str, Any]:
     """Return the row's columns.
 
     Raises:

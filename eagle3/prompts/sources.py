@@ -22,7 +22,7 @@ _CHUNK = 1 << 18
 _PARQUET_ROWS = 2048
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """One row of a file: its value, or why there is none."""
 
     number: int
@@ -37,7 +37,7 @@ def stem(path: Path) -> str:
     return path.name.removesuffix(suffix)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[SourceRow]:
     """Yield the rows of a source file in constant memory (except `.json`, which is read whole).
 
     Raises:
@@ -94,7 +94,7 @@ def _decompressed(read: Callable[[int], bytes], path: Path) -> Iterator[bytes]:
         raise zstandard.ZstdError(f"{path.name} ends in the middle of a frame")
 
 
-def _json_lines(chunks: Iterator[bytes]) -> Iterator[Row]:
+def _json_lines(chunks: Iterator[bytes]) -> Iterator[SourceRow]:
     number, rest = 0, [b""]
     for chunk in chunks:
         first, *more = chunk.split(b"\n")
@@ -108,35 +108,35 @@ def _json_lines(chunks: Iterator[bytes]) -> Iterator[Row]:
     yield from _json_line(number + 1, b"".join(rest))
 
 
-def _json_line(number: int, line: bytes) -> Iterator[Row]:
+def _json_line(number: int, line: bytes) -> Iterator[SourceRow]:
     """Yield the line's row; none for a blank line."""
     if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
     if not line.strip():
         return
     try:
-        yield Row(number, orjson.loads(line))
+        yield SourceRow(number, orjson.loads(line))
     except orjson.JSONDecodeError as error:
         yield _diagnose(number, line, str(error))
 
 
-def _diagnose(number: int, line: bytes, problem: str) -> Row:
+def _diagnose(number: int, line: bytes, problem: str) -> SourceRow:
     """Say why a line is not JSON; orjson has one message for all causes."""
     try:
         value = json.loads(line.decode())
         orjson.dumps(value)
     except UnicodeDecodeError as error:
-        return Row(number, line.decode(errors="replace"), RejectedError("not_utf8", str(error)))
+        return SourceRow(number, line.decode(errors="replace"), RejectedError("not_utf8", str(error)))
     except (ValueError, RecursionError):
         # Besides syntax errors: numbers with more digits than Python converts.
-        return Row(number, line.decode(), RejectedError("not_json", problem))
+        return SourceRow(number, line.decode(), RejectedError("not_json", problem))
     except TypeError:
         # Valid JSON whose strings no encoder accepts.
-        return Row(number, line.decode(), RejectedError("unpaired_surrogate"))
-    return Row(number, value)
+        return SourceRow(number, line.decode(), RejectedError("unpaired_surrogate"))
+    return SourceRow(number, value)
 
 
-def _json_rows(data: bytes) -> Iterator[Row]:
+def _json_rows(data: bytes) -> Iterator[SourceRow]:
     """Rows of a `.json` file: an array, or JSON lines under the wrong suffix."""
     if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         yield from _json_lines(iter([data]))
@@ -152,10 +152,10 @@ def _json_rows(data: bytes) -> Iterator[Row]:
             line = data.count(b"\n", 0, error.pos) + 1
             raise EOFError(f"no valid JSON array: {error}, near line {line}") from None
         return
-    yield from (Row(number, value) for number, value in enumerate(values, start=1))
+    yield from (SourceRow(number, value) for number, value in enumerate(values, start=1))
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[SourceRow]:
     import polars
 
     try:
@@ -163,6 +163,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         total = frame.select(polars.len()).collect().item()
         for start in range(0, total, _PARQUET_ROWS):
             rows = frame.slice(start, _PARQUET_ROWS).collect().iter_rows(named=True)
-            yield from (Row(number, value) for number, value in enumerate(rows, start=start + 1))
+            yield from (SourceRow(number, value) for number, value in enumerate(rows, start=start + 1))
     except polars.exceptions.PolarsError as error:
         raise OSError(error) from None

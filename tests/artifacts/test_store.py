@@ -71,6 +71,29 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "results")
 
 
+@pytest.mark.parametrize("moment", ["listing", "reading"])
+def test_another_job_may_unlink_a_stale_manifest_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Two jobs of one run end at the same time, and both find the same manifest stale."""
+    bench.lower()
+    bench.upper()
+    parse, stale = manifest.parse, bench.run / "upper" / manifest.NAME
+
+    def raced(path: Path) -> Manifest:
+        if path == stale and moment == "listing":
+            stale.unlink()
+        found = parse(path)
+        if path == stale:
+            stale.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(manifest, "parse", raced)
+    bench.lower("other")
+    assert not stale.exists()
+    assert (bench.run / "lower/a.txt").read_text() == "other"
+
+
 def test_a_second_time_is_adopted(bench: Bench) -> None:
     first, adopted = bench.lower()
     assert not adopted

@@ -218,7 +218,7 @@ class TestErrors:
             return [*answers[1:], *answers[1:2]] if fault == "invents" else answers[1:]
 
         monkeypatch.setattr(engine, "generate", dishonest)
-        with pytest.raises(Eagle3Error, match="not asked" if fault == "invents" else "unanswered"):
+        with pytest.raises(Eagle3Error, match="request that was not made" if fault == "invents" else "unanswered"):
             stage(PROMPTS)
 
 

@@ -8,8 +8,9 @@ renormalised q = softmax(l[D]):
     lk_alpha   -log a,  a = sum min(r, s)                dz = -s ([s<r] - m)/a,  m = sum s [s<r]
     lk_lambda  w kl + (1-w)(1-a), w = scale exp(-decay a), w constant      (arXiv 2602.23881)
 
-`top` is the target's most likely token over its whole vocabulary. Where it is outside D, kl on q and ce say nothing
-true: such rows carry no loss there (they still count in the average), and the draft is wrong in every metric.
+`top` is the target's most likely token over its whole vocabulary. Where it is outside D, kl on q and ce
+are meaningless: these two are 0 there (the row still counts in the average), and every metric counts the draft as
+wrong.
 
 To add a loss, write its function, enter it in `LOSSES`, and add its name to `DraftSettings.loss`.
 """

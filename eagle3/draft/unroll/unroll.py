@@ -12,8 +12,8 @@ Shapes: C context positions and R roots of a row, n_t roots alive at step t, M t
 states.
 
 Three things make the unroll cheap. Roots are sorted by lifetime, so the roots alive at step t are the first n_t rows
-of every tensor. Beyond K_0 and V_0, nothing is computed where no root stands. And the half of the q, k, v projections
-that reads the token depends on the position p+1+t alone: it is computed once per position, not once per step.
+of every tensor. Beyond K_0 and V_0, nothing is computed at positions without a root. And the half of the q, k, v
+projections that reads the token depends on the position p+1+t alone: it is computed once per position, not per step.
 
 Backward is written out. All steps share weights, K_0, V_0 and token halves: autograd would make a gradient of each for
 every step and add them up afterwards; here the gradient of a matrix is one product over all steps, and the others are
