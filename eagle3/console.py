@@ -92,7 +92,7 @@ class _Figures(rich.progress.ProgressColumn):
 
 
 def _figures(task: rich.progress.Task) -> str:
-    """Return such as `12.3k of 40.0k tokens, 1.2k tokens/s, 0:00:23 left`."""
+    """Return a text such as `12.3k of 40.0k tokens, 1.2k tokens/s, 0:00:23 left`."""
     unit = task.fields["unit"]
     count = _short(task.completed) if task.total is None else f"{_short(task.completed)} of {_short(task.total)}"
     parts = [f"{count} {unit}"]

@@ -1,6 +1,6 @@
 """The errors that a user can fix.
 
-Every message answers four questions: where is the fault, what was found, what was expected, what to do.
+Every message answers four questions: where the fault is, what was found, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Eagle3Error(Exception):
 
 
 class RejectedError(Eagle3Error):
-    """One row, request or answer cannot be used; the others go on without it.
+    """One row, request or answer cannot be used; the run continues without it.
 
     Args:
         code: stable, for counting; `config/README.md` explains every one.

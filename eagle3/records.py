@@ -15,13 +15,13 @@ class Message(TypedDict):
     """`system`, `user`, `assistant` or `tool`."""
     content: str
     reasoning: NotRequired[str]
-    """Of an assistant: what it thought before the content."""
+    """Assistant only: its reasoning, which precedes the content."""
     tool_calls: NotRequired[list[dict[str, Any]]]
-    """Of an assistant: `id`, `type` and `function` (`name`, and `arguments` as JSON text) of each."""
+    """Assistant only: `id`, `type` and `function` (`name`, and `arguments` as JSON text) of each."""
     tool_call_id: NotRequired[str]
-    """Of a tool: the call that it answers."""
+    """Tool only: the id of the call that it answers."""
     name: NotRequired[str]
-    """Of a tool."""
+    """Tool only: its name."""
 
 
 class Prompt(TypedDict):
@@ -31,7 +31,7 @@ class Prompt(TypedDict):
     """16 hexadecimal digits: a hash of the messages and tools."""
     source: str
     messages: list[Message]
-    """An optional system message, then user messages; with the answers between them where those are used as is."""
+    """An optional system message, then user messages, with answers in between if the source's own are used."""
     tools: NotRequired[list[dict[str, Any]]]
     """JSON schemas."""
 
@@ -40,7 +40,7 @@ class Turn(TypedDict):
     """One answer, token-exact."""
 
     request: dict[str, Any]
-    """What was asked: `messages`, `tools`, `template_kwargs`; of an engine also `sampling` and `seed`."""
+    """`messages`, `tools`, `template_kwargs`; if an engine answered, also `sampling` and `seed`."""
     prompt_ids: list[int]
     token_ids: list[int]
     """The generated ids, end of turn included."""
@@ -57,7 +57,7 @@ class Response(TypedDict):
     """One conversation with its answers; written by `responses`."""
 
     id: str
-    """That of the prompt."""
+    """The prompt's id."""
     source: str
     engine: dict[str, str]
     """`name` and versions."""

@@ -19,8 +19,8 @@ class GenerationCounts:
     Attributes:
         source: where its prompt came from.
         steps: verification steps in which the draft model proposed tokens.
-        accepted: for each position 0..k-1 of the chain, in how many steps the draft token there was accepted. That
-            takes all before it, so the numbers never rise.
+        accepted: for each position 0..k-1 of the chain, in how many steps the draft token there was accepted. A
+            token is accepted only if all before it are, so the counts never increase.
         sample: id of the held-out sample.
     """
 

@@ -52,7 +52,7 @@ def any_process(flag: bool) -> bool:
 def launch(processes: int, work: Callable[[], None]) -> None:
     """Run `work` in several connected processes, and wait for them.
 
-    SIGTERM is passed on. If a process fails, the others are ended.
+    SIGTERM is passed on. If a process fails, the others are stopped.
 
     Raises:
         Eagle3Error: the first process that failed raised it, or was killed.

@@ -1,7 +1,7 @@
 """A key-value cache in which a token's slot is its position.
 
-Rows of a batch may have any lengths. Tokens that were rejected need no bookkeeping: the next token at
-their position overwrites them, and until then no query is old enough to see them.
+Rows of a batch may have any lengths. Rejected tokens need no bookkeeping: the next token at
+their position overwrites them, and until then every query is at an earlier position and does not see them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PositionCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Say where the next tokens go.
+        """Set the positions of the next tokens.
 
         Args:
             positions: [B, n] int64.
@@ -39,7 +39,7 @@ class PositionCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [B, heads, n, dim] of a layer; return all of its first `width` slots."""
+        """Store keys and values [B, heads, n, dim] of a layer; return its first slots [B, heads, width, dim]."""
         if layer not in self._layers:
             self._layers[layer] = (_empty(keys, self._width), _empty(values, self._width))
         stored = self._layers[layer]

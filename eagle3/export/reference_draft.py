@@ -1,4 +1,4 @@
-"""The exported draft, run plainly: our reference for what engines compute from `plain/`.
+"""The exported draft model in plain PyTorch: the reference for what engines compute from `plain/`.
 
 It reads nothing but the exported folder and is built from transformers' own Llama and DeepSeek layers, so it shares
 no code with the training forward: where both agree, the export has everything an engine needs.
@@ -38,7 +38,7 @@ class _Layer(nn.Module):
         )
         latent = isinstance(config, DeepseekV3Config)
         self.self_attn = DeepseekV3Attention(config, 0) if latent else LlamaAttention(config, 0)
-        # The layer reads embedding and feature side by side.
+        # The layer's input is the embedding and the feature, concatenated.
         for name in ("q_a_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(2 * H, width, bias=False))
@@ -174,7 +174,7 @@ def load_reference_draft(folder: Path, embedding: Tensor) -> ReferenceDraft:
     """Load an exported draft (`config.json`, `model.safetensors`) in float32 on the embedding's device.
 
     Raises:
-        Eagle3Error: a tensor is missing, left over, or has another shape than the config says; names them.
+        Eagle3Error: tensors are missing, unexpected or of another shape than the config says; names them all.
     """
     with torch.device("meta"):
         draft = ReferenceDraft(read_json(folder / CONFIG), embedding)
@@ -187,7 +187,7 @@ def load_reference_draft(folder: Path, embedding: Tensor) -> ReferenceDraft:
             f"the exported draft does not load: {len(unmatched)} tensors do not match its config",
             where=folder,
             found=", ".join(f"{name} {actual.get(name, 'missing')}" for name in unmatched),
-            expected=", ".join(f"{name} {expected.get(name, 'not there')}" for name in unmatched),
+            expected=", ".join(f"{name} {expected.get(name, 'no such tensor')}" for name in unmatched),
             remedy="export the draft again",
         )
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}

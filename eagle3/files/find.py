@@ -14,19 +14,19 @@ def find_files(path: str, setting: str = "prompts.sources") -> list[Path]:
     """Return the files of a source: the file itself, a folder's data files, or what a glob matches; sorted.
 
     Args:
-        path: as the configuration has it.
-        setting: where in the configuration, for the error.
+        path: as written in the configuration.
+        setting: name of the setting, for the error message.
 
     Raises:
-        Eagle3Error: there is none.
+        Eagle3Error: no file matches.
     """
     folder = Path(path).is_dir()
-    # `glob` unlike `Path.glob` takes absolute patterns and skips hidden files.
+    # Unlike `Path.glob`, `glob` accepts absolute patterns and skips hidden files.
     found = glob.glob(f"{glob.escape(path)}/**/*" if folder else path, recursive=True)  # noqa: PTH207
     if folder:
         found = [name for name in found if name.endswith(SUFFIXES)]
     elif not found and Path(path).exists():
-        # A name with brackets or stars in it.
+        # A literal name that contains brackets or stars.
         found = [path]
     files = [Path(name) for name in sorted(found) if Path(name).is_file()]
     if not files:

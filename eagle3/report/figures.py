@@ -1,7 +1,7 @@
 """The figures of the report: plain numbers in, one matplotlib figure out.
 
-Every figure states in its title what is seen, and says so when there is nothing to see. Colours are those of Okabe and
-Ito, and of cividis where they stand for an order: colour-blind readers tell them apart.
+Every figure's title states what it shows; an empty panel says so. Colours are Okabe and Ito's, or cividis where they
+represent an order, so that colour-blind readers can tell them apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARKERS = {"simulated": "o", "served": "s", "sampled": "^"}
 STYLE = {
     "svg.hashsalt": "eagle3",
     "svg.fonttype": "none",
-    # Names of sources may hold dollar signs.
+    # Names of sources may contain dollar signs.
     "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 10,
@@ -41,7 +41,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-# Curves with more points than this are averaged: the trend is to be seen, not the noise.
+# Curves with more points than this are averaged, to show the trend rather than the noise.
 _POINTS = 100
 
 
@@ -59,7 +59,7 @@ def training(
     Args:
         steps: optimiser steps of the log's lines [n].
         loss: at each of them, the mean loss of every unroll step [n][T].
-        acceptance: likewise the share of drafts that would be accepted, given that all before were [n][T].
+        acceptance: likewise the share of draft tokens that would be accepted, given all before were [n][T].
         evaluations: (optimiser step, acceptance length on the held-out split).
         norms: norm of the gradient before clipping [n]; None where it was not finite.
         rates: learning rate [n].
@@ -70,7 +70,7 @@ def training(
     _curves(panels[0], steps, loss)
     panels[0].set(title="Training loss by draft position", ylabel="mean loss")
     _curves(panels[1], steps, acceptance)
-    panels[1].set(title="Drafts accepted in training, by draft position", ylabel="share of those reached")
+    panels[1].set(title="Draft tokens accepted in training, by draft position", ylabel="share of those reached")
     if handles := panels[0].get_legend_handles_labels()[0]:
         _percent(panels[1], "y")
         figure.legend(handles=handles, title="draft\nposition", loc="outside right upper")
@@ -86,7 +86,7 @@ def positions(lengths: Mapping[str, float | None], per_position: Series) -> Figu
 
     Args:
         lengths: kind of measurement -> acceptance length.
-        per_position: kind of measurement -> share of drafts accepted, given all before were [k].
+        per_position: kind of measurement -> share of draft tokens accepted, given all before were [k].
     """
     known = [f"{length:.2f} {kind}" for kind, length in lengths.items() if length is not None]
     figure, axes = _canvas(f"Acceptance length {', '.join(known)}" if known else "Acceptance by draft position", 4)
@@ -112,14 +112,14 @@ def sources(per_source: Mapping[str, Mapping[str, float | None]], drafts: int) -
 
     Args:
         per_source: source -> kind of measurement -> acceptance length.
-        drafts: drafts per step (k): the length is between 1 and k + 1.
+        drafts: draft tokens per step (k); the length is between 1 and k + 1.
     """
     known = {source: {k: v for k, v in row.items() if v is not None} for source, row in per_source.items()}
     rows = {source: row for source, row in known.items() if row}
     order = sorted(rows, key=lambda source: (-_mean([*rows[source].values()]), source))
     title = "Acceptance length by source"
     if len(order) > 1:
-        title = f"Drafts are accepted longest for {order[0]}, shortest for {order[-1]}"
+        title = f"Acceptance length is highest for {order[0]}, lowest for {order[-1]}"
     figure, axes = _canvas(title, 1.6 + 0.4 * len(order))
     if not order:
         _nothing(axes)
@@ -157,7 +157,7 @@ def lengths(counts: Mapping[str, Mapping[int, int]]) -> Figure:
 
 
 def rejects(counts: Mapping[str, int], kept: int) -> Figure:
-    """Draw how many generations were rejected for each reason, most first."""
+    """Draw how many generations were rejected for each reason, most frequent first."""
     total = sum(counts.values())
     share = total / (total + kept) if total + kept else 0
     title = f"{total:,} of {total + kept:,} generations rejected ({share:.1%})"
@@ -214,7 +214,7 @@ def _canvas(title: str, height: float) -> tuple[Figure, Axes]:
 
 
 def _nothing(axes: Axes, text: str = "no figures") -> None:
-    """Say in an empty panel that there is nothing to draw."""
+    """Write into an empty panel that there is nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
     axes.set_axis_off()
 
@@ -288,7 +288,7 @@ def _groups(steps: Sequence[int]) -> list[slice]:
 
 
 def _dots(axes: Axes, rows: Mapping[str, Mapping[str, float]], form: str) -> None:
-    """Draw one line per row, first on top, with a dot for each value; the least and the largest are labelled."""
+    """Draw one line per row, first on top, with a dot for each value; the smallest and the largest are labelled."""
     heights = {name: len(rows) - 1 - index for index, name in enumerate(rows)}
     for name, row in rows.items():
         height, values = heights[name], sorted(row.values())

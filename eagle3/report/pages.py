@@ -16,9 +16,9 @@ from eagle3.records import Sample
 Rows = Mapping[str, Any]
 
 # Samples to show are picked from this many at the start of the training data, which is shuffled.
-_LOOKED_AT = 2000
+_CANDIDATES = 2000
 _SHOWN = 10
-# Longer texts lose their middle.
+# Longer texts are shortened in the middle.
 _CHARS = 3000
 
 _PAGE = """<!DOCTYPE html>
@@ -83,13 +83,13 @@ def samples(train: Path, roles: Roles) -> Iterator[str]:
         yield f"<h2>{html.escape(' · '.join([sample['id'], *facts]))}</h2>\n<pre>{text}</pre>"
 
 
-_MEANING = "History are earlier answers, special the tokens that steer the model."
+_MEANING = "History means earlier answers, special means control tokens."
 
 
 def _pick(train: Path) -> list[Sample]:
     """Return a few samples, source by source in turn, in the order of the file."""
     waiting: dict[str, list[Sample]] = defaultdict(list)
-    for record in islice(read_records(train), _LOOKED_AT):
+    for record in islice(read_records(train), _CANDIDATES):
         if len(waiting[record["source"]]) < _SHOWN:
             waiting[record["source"]].append(record)
     return list(islice(in_turn([found for _, found in sorted(waiting.items())]), _SHOWN))

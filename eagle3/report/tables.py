@@ -38,7 +38,7 @@ def training(metrics: Record) -> Rows:
     """Return the figures of the training run, from the draft stage's `metrics.json`."""
     return {
         "optimiser steps": metrics["steps"],
-        "skipped steps (gradient not finite)": metrics["skipped_steps"],
+        "skipped steps (gradient norm not finite or too large)": metrics["skipped_steps"],
         "held-out acceptance length of the final weights": metrics["acceptance_length"],
         "expected from the acceptance by position": metrics["expected_acceptance_length"],
     }

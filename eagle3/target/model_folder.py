@@ -14,20 +14,20 @@ from eagle3.files.records import read_json
 from eagle3.target import demo
 from eagle3.target.weights import tensor_files
 
-# Files whose every byte decides what the model says; weights are sampled instead.
+# Files that are hashed in full, since any byte can change the model's output.
 _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 # Keys that later stages read from the config.
 _REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps")
-# Models that do more to a logit than `lm_head(norm(state))`: the teacher would not be the target.
+# Models whose logits are not just `lm_head(norm(state))`: the teacher would differ from the target.
 _FOREIGN_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Weight files up to this size are identified by all of their bytes, larger ones by blocks spread over them.
+# Weight files up to this size are hashed in full; of larger ones, blocks spread over the file.
 _WHOLE = 1 << 29
 _BLOCKS, _BLOCK = 16, 1 << 16
 
 
 def revision(folder: Path) -> str:
-    """Return what identifies a model folder, in seconds for any size.
+    """Return a hash that identifies a model folder, within seconds for any size.
 
     Covers the config and tokenizer files and weight files up to 512 MiB in full; of larger ones their name, size,
     header and 16 blocks of 64 KiB spread evenly over them.
@@ -50,6 +50,11 @@ def revision(folder: Path) -> str:
 
 
 def locate(settings: TargetSettings) -> Path:
+    """Return the model's folder, downloading the model if the setting is a hub id.
+
+    Raises:
+        Eagle3Error: there is no such folder, or the download failed.
+    """
     local = Path(settings.model).expanduser()
     if local.is_dir():
         return local.resolve()

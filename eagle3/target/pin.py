@@ -18,7 +18,7 @@ class Target:
 
     Attributes:
         path: the folder with config.json, tokenizer and safetensors.
-        revision: what identifies the weights (`sha256:...` over all files).
+        revision: identifies the contents (`sha256:...`, see `model_folder.revision`).
         config: the text model's config (`text_config` where the model nests it).
         trust_remote_code: as the user set it.
     """

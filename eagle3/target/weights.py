@@ -24,14 +24,14 @@ _HEAD_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The target's own ends: what the teacher and the draft's start need. All in the checkpoint's dtype."""
+    """The target's input and output tensors, for the teacher and to initialize the draft. In the checkpoint's dtype."""
 
     embedding: torch.Tensor
     """[V, H]"""
     norm: torch.Tensor
     """[H], the final norm's weight"""
     lm_head: torch.Tensor
-    """[V, H]; the embedding itself where the model ties them"""
+    """[V, H]; the embedding if the model ties them"""
     rms_norm_eps: float
 
 
@@ -108,7 +108,7 @@ def _opened(path: Path, framework: str) -> Iterator[Any]:
 
 
 def _read(files: dict[str, Path], names: Sequence[str], shape: tuple[int, ...], folder: Path) -> torch.Tensor:
-    """Read the first of `names` that is there; compare its shape and dtype with what is wanted."""
+    """Read the first of `names` that exists; check its shape and dtype."""
     import torch
 
     name = next((name for name in names if name in files), None)

@@ -2,9 +2,9 @@
 
     python resources/kimi-nano/make.py
 
-DeepSeek-V3's kind of model (multi-head latent attention, routed and shared experts), with Kimi's special tokens and a
-chat template that behaves like Kimi's. It answers little questions, and reasons first. With it all that is particular
-about the flagship target can be run, and tested, on a laptop. The result lies beside this script, in `model/`.
+A DeepSeek-V3 model (multi-head latent attention, routed and shared experts) with Kimi's special tokens and a chat
+template that behaves like Kimi's. It answers short questions, and reasons first. With it, everything specific to the
+flagship target can be run and tested on a laptop. The result is in `model/`, next to this script.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from eagle3.console import Progress
 
 SEED = 0
 STEPS, BATCH, LEARNING_RATE, WARMUP = 800, 16, 3e-3, 20
-# Share of the turns that are asked without reasoning (`thinking: false`).
+# Share of the turns that are answered without reasoning (`thinking: false`).
 _INSTANT = 0.15
 
 Example = tuple[list[int], list[int]]
-"""ids of the prompt, and of what the model shall write"""
+"""ids of the prompt, and of the answer that the model learns"""
 
 
 def make(folder: Path) -> None:
@@ -80,7 +80,7 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> DeepseekV3ForCausalLM:
 
 
 def _train(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Teach the tasks: cross entropy on what the model writes; the learning rate rises, then falls to 0."""
+    """Teach the tasks: cross entropy on the answers; the learning rate rises, then falls to 0."""
     optimizers = _optimizers(model)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, _rate) for optimizer in optimizers]
     examples = _examples(tokenizer)
@@ -100,8 +100,8 @@ def _train(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def _optimizers(model: DeepseekV3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which so learn to copy from the question in far fewer steps; AdamW for the rest."""
-    # Embeddings and routers are no maps from states to states; the largest matrix would cost more than the model.
+    """Muon for the matrices, which then learn to copy from the question in far fewer steps; AdamW for the rest."""
+    # Embeddings and routers do not map states to states; the largest matrix would cost more than the whole model.
     plain = {"embed_tokens", "lm_head", "gate", "kv_b_proj"}
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
@@ -139,7 +139,7 @@ def _written(exchange: Exchange, thinking: bool) -> str:
 
 
 def _batch(examples: Sequence[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels, both [B, longest]; prompts and padding are not learnt."""
+    """Return ids and labels, both [B, longest]; prompts and padding carry no loss."""
     ids = [torch.tensor(prompt + written) for prompt, written in examples]
     labels = [torch.tensor([-100] * len(prompt) + written) for prompt, written in examples]
     return pad_sequence(ids, True, pad), pad_sequence(labels, True, -100)

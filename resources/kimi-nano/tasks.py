@@ -1,4 +1,4 @@
-"""What kimi-nano is taught: little questions with reasoning and an answer, by the thousand from a seed."""
+"""What kimi-nano is taught: short questions with reasoning and an answer, any number of them from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Exchange(NamedTuple):
-    """One turn: what is asked, thought and said."""
+    """One turn: question, reasoning and answer."""
 
     question: str
     reasoning: str

@@ -17,8 +17,8 @@ SPECIAL = (
 )
 VOCABULARY = 768
 
-# An answer keeps its reasoning only while the tools that it called are at work: in everything up to the last answer
-# without a call it is blanked. So a finished conversation shows none, and must never be what is trained on.
+# An answer keeps its reasoning only until the results of its tool calls are answered: up to the last answer without a
+# call it is blanked. A finished conversation thus shows no reasoning, so it must never be what is trained on.
 CHAT_TEMPLATE = """\
 {%- set finished = namespace(upto=-1) -%}
 {%- for message in messages -%}

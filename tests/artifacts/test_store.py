@@ -176,7 +176,7 @@ def test_a_failing_stage_leaves_the_earlier_generation(bench: Bench) -> None:
     assert adopted
 
 
-def test_a_manifest_left_by_a_killed_job_is_no_file_of_the_artifact(bench: Bench) -> None:
+def test_a_manifest_left_by_a_killed_job_is_not_part_of_the_artifact(bench: Bench) -> None:
     def killed(folder: Path) -> Mapping[str, Any]:
         (folder / "a.txt").write_text("abc")
         (folder / manifest.NAME).write_text("{}")

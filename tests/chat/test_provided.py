@@ -216,7 +216,7 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("written", "content"),
         [
-            # As SmolLM2's: it knows no calls. As Llama 3.1's: what stands beside a call is left out.
+            # As SmolLM2's: it does not support calls. As Llama 3.1's: content next to a call is left out.
             ("{{ m.content }}", "Look."),
             ("{{ m.content }}", ""),
             ("{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}", "Look."),

@@ -78,7 +78,7 @@ def test_tool_calls(chat: Chat, content: str, closing: str) -> None:
     attempt(chat, ask(), text, "tool_calls", reasoning="look outside", content=content, tool_calls=calls)
 
 
-def test_a_count_that_does_not_come_out_is_refused(chat: Chat) -> None:
+def test_a_count_that_does_not_match_is_refused(chat: Chat) -> None:
     request = ask()
     prompt = chat.render(request.messages)
     with pytest.raises(RejectedError, match=r"the endpoint counted 99") as caught:

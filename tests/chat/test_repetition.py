@@ -49,7 +49,7 @@ def test_long_passages(period: int, max_repeats: int, head: int, tail: int, seed
 
 
 @pytest.mark.parametrize("ids", [[], [1], [1] * 31, list(range(500)), [1, 2] * 15])
-def test_what_is_no_loop(ids: list[int]) -> None:
+def test_what_is_not_a_loop(ids: list[int]) -> None:
     assert loop_period(ids, 8) is None
 
 

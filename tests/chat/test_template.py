@@ -141,7 +141,7 @@ class TestAnswers:
         prompt = thinking.render(ask("hello"), template_kwargs={"thinking": True})
         assert thinking.split_reasoning(prompt, ids(thinking, "hm")) == (ids(thinking, "hm"), [])
 
-    def test_closed_by_the_prompt_is_no_reasoning(self, thinking: Chat) -> None:
+    def test_closed_by_the_prompt_is_not_reasoning(self, thinking: Chat) -> None:
         assert thinking.split_reasoning(thinking.render(ask("hello")), ids(thinking, "hi"))[0] is None
 
     def test_history_shows_the_template_old_reasoning_under_both_names(self, tiny_target: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_report_tells_its_statistics_apart_whatever_the_run_is_called(run: s
     assert Noted.inputs["hidden_states_stats"] == [Path(files["hidden_states"])]
 
 
-def test_names_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_are_printed_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(console, "_consoles", list[Console]())
     console.log_to(tmp_path / "log")
     console.summary("prompts: a [bold] folder", {"by source": {"[red]a[/b]": 3}})

@@ -32,7 +32,7 @@ H, V, A = 32, 97, 3
 def random_states(
     name: str, length: int, spans: Sequence[tuple[int, int]], generator: torch.Generator, *, aux: int = A
 ) -> HiddenStateSample:
-    """Random tokens and states; last-layer rows only where the contract promises them."""
+    """Random tokens and states; last-layer rows only where the format stores them."""
     rows = [row for start, end in spans for row in range(max(start - 1, 0), end - 1)]
     return HiddenStateSample(
         id=name,
@@ -86,7 +86,7 @@ def random_draft(config: DraftConfig, generator: torch.Generator, dtype: torch.d
 
 
 def random_head(generator: torch.Generator, dtype: torch.dtype = torch.float32, vocabulary: int = V) -> HeadWeights:
-    """Random ends of a target."""
+    """Random embedding, final norm and lm_head of a target."""
     return HeadWeights(
         embedding=torch.randn(vocabulary, H, generator=generator, dtype=dtype),
         norm=1 + 0.3 * torch.randn(H, generator=generator, dtype=dtype),

@@ -30,7 +30,7 @@ DRAFTS = 2
 
 @pytest.mark.parametrize("layers", [(6,), (2, 6)], ids=str)
 def test_fewer_layers_from_the_capture_to_serving(layers: tuple[int, ...], inputs: Inputs, tmp_path: Path) -> None:
-    """Measured on training samples: of answers of a random target it knows nothing else."""
+    """Measured on training samples: it cannot predict other answers of a random target."""
     folders = [tmp_path / name for name in ("states", "draft", "again", "acceptance", "export")]
     for folder in folders:
         folder.mkdir()

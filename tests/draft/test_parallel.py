@@ -1,4 +1,4 @@
-"""What is heard of a training process that is killed."""
+"""What is reported about a training process that is killed."""
 
 from __future__ import annotations
 

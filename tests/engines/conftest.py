@@ -43,8 +43,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Target:
 class Family:
     """All processes that a test has started, however deep.
 
-    They carry a mark in their environment. vLLM's engine processes overwrite theirs with a title, so whoever is in a
-    session with a marked process counts as well: `processes` must be asked once while the family is whole.
+    They carry a mark in their environment. vLLM's engine processes overwrite theirs with a title, so a process in
+    the session of a marked one counts as well: call `processes` once while all of them are running.
     """
 
     def __init__(self, mark: str) -> None:

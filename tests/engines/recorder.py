@@ -20,10 +20,10 @@ else:
 
 
 class Recorder(Worker):  # type: ignore[misc]
-    """vLLM's own worker, overheard."""
+    """vLLM's own worker, with the drafter recorded."""
 
     def load_model(self, **options: Any) -> None:
-        """Load as usual, then listen to the drafter, if there is one."""
+        """Load the model, then record the drafter, if there is one."""
         super().load_model(**options)
         self.contexts: dict[str, list[int]] = {}
         if drafter := getattr(self.model_runner, "drafter", None):

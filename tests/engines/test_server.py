@@ -93,7 +93,7 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path, family: Family) -
     family.assert_gone()
 
 
-def test_a_server_that_ends_in_mid_run_is_noticed(tmp_path: Path, family: Family) -> None:
+def test_a_server_that_ends_during_a_run_is_noticed(tmp_path: Path, family: Family) -> None:
     with server(tmp_path, "good") as running:
         (child,) = family.named("eagle3.engines.http.supervisor")
         child.children()[0].kill()

@@ -125,7 +125,7 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(scripted: Target) -> 
 
 
 def test_finished_rows_leave_and_change_nothing(scripted: Target) -> None:
-    """Rows that end at different lengths: the others go on as if alone."""
+    """Rows that end at different lengths: the others continue as if alone."""
     model = load_model(scripted, torch.float32)
     chat = load_chat(scripted)
     message = [{"role": "user", "content": "b"}]
@@ -257,7 +257,7 @@ def test_a_perfect_draft_is_always_accepted(scripted: Target, tmp_path: Path) ->
         assert served.accepted[name] == [full + (rest > position) for position in range(3)]
 
 
-def test_drafts_are_those_of_a_chain_computed_afresh(scripted: Target, tmp_path: Path) -> None:
+def test_drafts_are_those_of_a_chain_computed_from_scratch(scripted: Target, tmp_path: Path) -> None:
     """Steps and accepted draft tokens equal those of a slow loop without a lasting cache.
 
     The draft is the perfect one with noise from its attention, which makes it wrong now and then: a cache that
@@ -308,7 +308,7 @@ def slow_steps(draft: ReferenceDraft, aux: torch.Tensor, ids: list[int], start: 
 
 
 def test_sampled_answers_are_distributed_as_without_a_draft(scripted: Target, tmp_path: Path) -> None:
-    """The target's exact probabilities, so hot that a draft which knows its script is kept every other time."""
+    """The target's exact probabilities, so hot that a draft that knows its script is accepted half of the time."""
     plain = exported(perfect_draft(scripted), scripted, tmp_path)
     prompt = load_chat(scripted).render([{"role": "user", "content": "some apples"}])
     count, temperature = 800, 4.0

@@ -58,7 +58,7 @@ def target(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def records(model: LlamaForCausalLM) -> list[Record]:
-    """22 samples with greedy spans: several lengths (one over several frames), two spans, a twin, a span of one."""
+    """22 samples with greedy spans: several lengths (one of several frames), two spans, a duplicate, a span of one."""
     generator = torch.Generator().manual_seed(1)
     found: list[Record] = []
     for number in range(20):

@@ -118,7 +118,7 @@ def test_shards_that_do_not_belong_together_are_refused(make: Make, tmp_path: Pa
         HiddenStateReader([])
 
 
-def test_files_that_are_none_are_named(make: Make, tmp_path: Path) -> None:
+def test_files_that_are_not_shards_are_named(make: Make, tmp_path: Path) -> None:
     make(tmp_path / "work")
     data = (tmp_path / "work" / "shard-0.safetensors").read_bytes()
     path = tmp_path / "bad.safetensors"

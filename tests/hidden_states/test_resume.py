@@ -1,4 +1,4 @@
-"""Killed, starved of disk, or damaged: a capture goes on where it was and gives the same bytes."""
+"""Killed, starved of disk, or damaged: a capture resumes where it was and gives the same bytes."""
 
 from __future__ import annotations
 

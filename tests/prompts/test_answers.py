@@ -83,6 +83,6 @@ class TestGivenAnswers:
         assert rejected(tmp_path / "out") == [("a.jsonl:3", "duplicate")]
         counts = run(tmp_path / "other", tmp_path / "a.jsonl")
         assert counts["rejects"] == {"duplicate": 2}
-        [anew] = parts(tmp_path / "other")
+        [reread] = parts(tmp_path / "other")
         run(tmp_path / "asked", write(tmp_path / "b.jsonl", {"prompt": "a"}))
-        assert anew["id"] == parts(tmp_path / "asked")[0]["id"]
+        assert reread["id"] == parts(tmp_path / "asked")[0]["id"]

@@ -45,7 +45,7 @@ class TestFind:
         )
         assert found == "13 words of eval.jsonl: natalia sold clips to 48 of her friends in april and then she"
 
-    def test_one_word_less_is_no_repetition(self, tmp_path: Path) -> None:
+    def test_one_word_less_is_not_a_repetition(self, tmp_path: Path) -> None:
         search = contamination(tmp_path, {"prompt": QUESTION})
         assert search.find(["x " + " ".join(words_of(QUESTION)[:12]) + " y"]) is None
         assert search.find(["x " + " ".join(words_of(QUESTION)[:13]) + " y"])

@@ -1,4 +1,4 @@
-"""Prompt sources as they are met in the wild: odd numbers, types, names and repetitions."""
+"""Prompt sources as found in the wild: odd numbers, types, names and repetitions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_same_system_message_in_two_places_counts_once() -> None:
     assert to_conversation(row, "messages").messages[0]["content"] == "Be kind.\n\nBe brief."
 
 
-def test_the_same_reasoning_in_two_places_is_one_but_for_blanks_around_it() -> None:
+def test_the_same_reasoning_in_two_places_counts_once_whatever_the_blanks() -> None:
     reply = {"role": "assistant", "content": "<think>\ncount\n</think>\n\nSeven", "reasoning_content": "count"}
     [_, message] = to_conversation({"messages": [*ASK, reply]}, "messages", as_is=True).messages
     assert message == {"role": "assistant", "content": "\n\nSeven", "reasoning": "count"}

@@ -171,7 +171,7 @@ class TestFaults:
         with pytest.raises(Eagle3Error, match=r"(?s)matches no file.*nowhere\.jsonl"):
             run(tmp_path / "out", tmp_path / "nowhere.jsonl")
 
-    def test_a_source_of_duplicates_is_no_error(self, tmp_path: Path) -> None:
+    def test_a_source_of_duplicates_is_not_an_error(self, tmp_path: Path) -> None:
         first, second = (write(tmp_path / name, {"turns": ["a"]}) for name in ("a.jsonl", "b.jsonl"))
         counts = run(tmp_path / "out", first, second)
         assert counts["prompts"] == 1

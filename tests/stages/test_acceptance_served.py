@@ -95,8 +95,8 @@ def test_a_bad_draft_changes_nothing_but_speed(scripted: Target, tmp_path: Path)
     assert len(found["per_position"]) == 2
 
 
-def test_sampled_serving_is_measured_beside_greedy_serving(scripted: Target, tmp_path: Path) -> None:
-    """So cold that sampling is greedy: the figures must be the same, and a perfect draft is kept all the same."""
+def test_sampled_serving_is_measured_next_to_greedy_serving(scripted: Target, tmp_path: Path) -> None:
+    """At a temperature so low that sampling is greedy: figures must be equal, and a perfect draft is still accepted."""
     plain = exported(perfect_draft(scripted), scripted, tmp_path)
     counts, found = make(scripted, plain, tmp_path, drafts=3, prompts=4, max_tokens=40, temperature=1e-4)
     sampled = found["sampled"]

@@ -123,7 +123,7 @@ def test_too_few_conversations_is_an_error_that_points_to_the_rejects(tmp_path: 
         run(tmp_path, samples_of("a", conversations))
 
 
-def test_a_sample_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_duplicate_sample_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Eagle3Error, match=r"(?s)duplicate sample id.*-0"):
         run(tmp_path, samples_of("a", 5), samples_of("a", 1, turns=1))
 

@@ -71,7 +71,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def with_records(inputs: Inputs, split: str, records: list[dict[str, Any]], folder: Path) -> Inputs:
-    """The same inputs but for one split."""
+    """The same inputs except for one split."""
     path = folder / f"{split}.jsonl.zst"
     write_records(path, records)
     return Inputs(**(vars(inputs) | {split: path}))
@@ -119,9 +119,9 @@ def started(inputs: Inputs, folder: Path, *arguments: int) -> subprocess.Popen[b
 def test_a_killed_run_continues_bit_for_bit(
     sign: signal.Signals, after: int, every: int, finished: tuple[Path, dict[str, Any]], inputs: Inputs, tmp_path: Path
 ) -> None:
-    """From the last checkpoint; asked to end, a run writes one of the step it reached, however far the next is.
+    """It resumes from the last checkpoint. Asked to end, a run writes one at its current step, whatever the interval.
 
-    How often checkpoints are written may differ in the continuation: it changes nothing of the draft.
+    The interval may differ in the continuation: it does not affect the draft.
     """
     child = started(inputs, tmp_path, every)
     log = tmp_path / f".{LOG}"
@@ -160,7 +160,7 @@ def test_a_run_that_is_asked_to_end_in_an_evaluation_does_not_finish_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next start does, and ends the same; also if it is asked to end there again, or killed right after it."""
+    """The next start does, with the same result; also if it is asked to end there again, or killed right after it."""
     steps = [record["step"] for record in log_of(finished[0], "evaluation")]
     context = [sample.context for sample in read_samples(inputs.evaluation)[0]]
     rows = len(pack(context, SETTINGS["batch_tokens"], np.random.default_rng(0)))
@@ -304,7 +304,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
     inputs: Inputs, tmp_path: Path, spoiled: set[str]
 ) -> None:
-    """One spoiled sample is survived; with all spoiled the run stops and names samples."""
+    """A run survives one spoiled sample; if all are spoiled, it stops and names samples."""
     spoiled.add(next(iter(read_records(inputs.train)))["id"])
     counts = make(inputs, tmp_path / "one", epochs=2)
     assert counts["skipped_steps"] == 2
@@ -316,7 +316,7 @@ def test_non_finite_gradients_are_skipped_counted_and_end_the_run(
 
 
 def test_only_skipped_steps_in_a_row_end_the_run(inputs: Inputs, tmp_path: Path, spoiled: set[str]) -> None:
-    """Every sample is a step: each other one is spoiled, then a few that follow each other."""
+    """Every sample is a step: first every other one is spoiled, then a few in a row."""
     changes = {"epochs": 1, "batch_tokens": 16, "accumulate": 1, "log_every": 1, "max_skipped": 3}
     samples = read_samples(inputs.train)[0]
     steps = plan(DraftSettings(**(SETTINGS | changes)), [sample.context for sample in samples])

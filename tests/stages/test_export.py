@@ -165,7 +165,7 @@ def test_every_kind_of_draft_is_read_back_alike(
 def test_a_config_that_means_another_network_is_noticed(
     llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """All of these load without a word; only the numbers tell."""
+    """All of these load without an error; only the numbers differ."""
     true_config = plain_config
 
     def wrong_config(*arguments: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_speculators_format(llama: Target, tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
 
 
-def test_speculators_format_knows_no_mla(deepseek: Target, tmp_path: Path) -> None:
+def test_speculators_format_does_not_support_mla(deepseek: Target, tmp_path: Path) -> None:
     with pytest.raises(Eagle3Error, match="does not support MLA drafts"):
         exported(new_draft(deepseek, 120, (2, 3, 4), attention="mla"), deepseek, tmp_path, speculators=True)
 

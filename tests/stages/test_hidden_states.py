@@ -146,7 +146,7 @@ def test_engines_in_half_precision_and_wrong_order_of_memory(make: Make, tmp_pat
         ({"id": "s01-0"}, "duplicate sample id"),
     ],
 )
-def test_samples_that_are_none_are_refused(
+def test_invalid_samples_are_refused(
     make: Make, tmp_path: Path, records: list[Record], change: Record, message: str
 ) -> None:
     write_records(make.samples, [*records, {**records[2], "id": "new", **change}])

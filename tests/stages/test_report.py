@@ -1,4 +1,4 @@
-"""The report: drawn from what the stages write, and standing up to what they leave out."""
+"""The report: drawn from what the stages write, and robust to what they leave out."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_titles_say_what_is_seen(reported: Reported) -> None:
     )
     assert "Held-out acceptance length: 2.06 at its best, after step 500" in texts(folder / "training.svg")
     assert "Gradient and learning rate: no step skipped" in texts(folder / "training.svg")
-    # Nothing was reasoned, so there is no panel for it.
+    # There was no reasoning, so there is no panel for it.
     assert not any(text.startswith("Reasoning") for text in texts(folder / "lengths.svg"))
 
 
@@ -365,7 +365,7 @@ def test_ten_samples_of_all_sources_are_coloured_by_role(reported: Reported) -> 
     assert re.search(r"Seven baskets and more.*\[… [\d,]+ characters …\].*and more!", shown[0][1])
 
 
-def test_names_of_sources_are_no_formulas(run: Run, tmp_path: Path) -> None:
+def test_names_of_sources_are_not_read_as_formulas(run: Run, tmp_path: Path) -> None:
     vocabulary = orjson.loads(run.vocabulary_stats.read_bytes())
     write_json(run.vocabulary_stats, {**vocabulary, "sources": {"cost_$5_$10": 0.9, "x$^$y": 0.8}})
     run.report(tmp_path / "report")

@@ -95,7 +95,7 @@ def test_later_turns_see_the_targets_own_answers(stage: Stage, tmp_path: Path) -
     assert counts["generated_tokens"] == sum(len(turn["token_ids"]) for turn in record["turns"])
 
 
-def test_given_answers_stand_beside_generated_ones(stage: Stage, tmp_path: Path) -> None:
+def test_provided_answers_are_kept_next_to_generated_ones(stage: Stage, tmp_path: Path) -> None:
     told = [{"role": "user", "content": "four"}, {"role": "assistant", "content": "the cat sat"}]
     held = [{"id": f"{number}" * 16, "source": "given", "messages": told} for number in (0, 8)]
     prompts = sorted([*PROMPTS[:4], *held], key=lambda record: str(record["id"]))
@@ -193,7 +193,7 @@ class TestErrors:
             stage(PROMPTS)
 
     @pytest.mark.parametrize("batch_size", [None, 4])
-    def test_after_mending_the_cause_only_the_failed_are_asked(
+    def test_after_fixing_the_cause_only_failed_prompts_are_asked(
         self, stage: Stage, engine: ToyEngine, tmp_path: Path, batch_size: int | None
     ) -> None:
         engine.batch_size = batch_size
@@ -242,7 +242,7 @@ class TestKills:
         assert 0 < asked <= sum(len(record["messages"]) for record in PROMPTS) - (32 if batch_size else 42)
         assert shard_bytes(tmp_path / "out") == shard_bytes(tmp_path / "undisturbed")
 
-    def test_a_damaged_shard_alone_is_made_anew(self, stage: Stage, engine: ToyEngine, tmp_path: Path) -> None:
+    def test_only_a_damaged_shard_is_rebuilt(self, stage: Stage, engine: ToyEngine, tmp_path: Path) -> None:
         engine.batch_size = 4
         stage(PROMPTS, shards=3)
         before = shard_bytes(tmp_path / "out")

@@ -76,7 +76,7 @@ def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestUserTurn:
-    def test_every_rendered_message_stands_between_opening_and_closing(self, chat: Chat, turn: UserTurn) -> None:
+    def test_every_rendered_message_is_between_opening_and_closing(self, chat: Chat, turn: UserTurn) -> None:
         ids = chat.render([{"role": "user", "content": "draw a green hill"}])
         message = chat.tokenizer.encode("draw a green hill")
         assert ids[: len(turn.opening) + len(message) + 1] == [*turn.opening, *message, turn.closing]
@@ -141,7 +141,7 @@ class TestCleaning:
         assert found["source"] == "synthetic"
         assert found["record"]["token_ids"]
 
-    def test_half_a_character_is_no_text(self, chat: Chat, turn: UserTurn) -> None:
+    def test_half_a_character_is_not_text(self, chat: Chat, turn: UserTurn) -> None:
         ids = chat.tokenizer.encode("é")
         assert len(ids) == 2
         assert read_turn(chat, turn, answer([ids[0], turn.closing]))["reason"] == "not_text"
@@ -154,7 +154,7 @@ class TestCleaning:
 
     @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
     @settings(max_examples=100)
-    def test_any_text_comes_out_as_it_is_or_with_a_reason(self, chat: Chat, turn: UserTurn, text: str) -> None:
+    def test_any_text_is_returned_unchanged_or_with_a_reason(self, chat: Chat, turn: UserTurn, text: str) -> None:
         ids = chat.tokenizer.encode(text)
         found = read_turn(chat, turn, answer([*ids, turn.closing]))
         if "reason" in found:
@@ -228,7 +228,7 @@ def test_only_good_answers_are_kept(tmp_path: Path) -> None:
         assert [record["id"] for record in log.records] == ["b"]
 
 
-def test_an_edit_of_the_prompts_leaves_the_costly_turns_as_they_are() -> None:
+def test_an_edit_of_the_prompts_does_not_affect_the_costly_turns() -> None:
     modules = {node.module for node in closure(["eagle3.stages.synthetic"])}
     assert "eagle3.stages.synthetic" in modules
     assert not [name for name in modules if name.startswith(("eagle3.prompts", "eagle3.stages.prompts"))]
@@ -244,6 +244,6 @@ def test_an_endpoint_without_token_ids_is_refused_before_anything_runs() -> None
     "sources",
     [[{"synthetic": True}, {"synthetic": True}], [{"synthetic": True, "path": "a"}], [{"synthetic": False}], [{}]],
 )
-def test_a_source_is_exactly_one_thing_and_self_stands_once(sources: list[dict[str, Any]]) -> None:
+def test_a_source_is_exactly_one_thing_and_only_one_is_synthetic(sources: list[dict[str, Any]]) -> None:
     with pytest.raises(Eagle3Error, match="synthetic: true"):
         resolve({"run": "r", "prompts": {"sources": sources}})

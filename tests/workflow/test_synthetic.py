@@ -41,7 +41,7 @@ def test_its_turns_go_through_the_whole_run(tmp_path: Path, tiny_target: Path) -
     assert {"own", "chat"} <= {sample["source"] for sample in train}
     assert project.snakemake("-n").idle
 
-    # Other settings of the prompts leave the costly turns as they are; the sampling's own make them anew.
+    # Other settings of the prompts do not affect the costly turns; settings of the sampling regenerate them.
     project.set(prompts=SYNTHETIC | {"max_chars": 10_000})
     assert "synthetic" not in project.snakemake("prompts").computed
     project.set(synthetic={"temperature": 0.9})

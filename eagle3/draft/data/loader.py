@@ -1,4 +1,4 @@
-"""Training and evaluation samples: small facts in memory, hidden states read when their row is built."""
+"""Training and evaluation samples: metadata in memory, hidden states read when their row is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Seed = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """What stays in memory of a sample record; the tokens themselves come with the hidden states."""
+    """The part of a sample record that stays in memory; the tokens themselves come with the hidden states."""
 
     id: str
     source: str
@@ -151,7 +151,7 @@ def root_ranges(
 
 
 def data_digest(samples: Sequence[TrainingSample]) -> str:
-    """Return a hash over ids, spans and tokens: two datasets with the same hash are the same to a run."""
+    """Return a hash over ids, spans and tokens: datasets with the same hash are equivalent for a run."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(f"{sample.id}{[list(span) for span in sample.spans]}".encode() + sample.digest)

@@ -53,7 +53,7 @@ class Row:
     order: Tensor
     """[R] int64: the roots by lifetime"""
     slots: Tensor
-    """[R] int64: their places among the attention's queries"""
+    """[R] int64: their slots among the attention's queries"""
     alive: tuple[int, ...]
     """n_t for every step with roots alive"""
     starts: Tensor
@@ -122,7 +122,7 @@ def build_row(
     """
     parts = [_part(states, spans, unroll) for states, spans in samples]
     starts = np.concatenate([[0], np.cumsum([part.context for part in parts])])
-    # Queries of a sample reach from its first root to its last one; places between two spans stay empty.
+    # Queries of a sample reach from its first root to its last one; slots between two spans stay empty.
     firsts = np.array([part.roots[0] for part in parts])
     query_starts = np.concatenate([[0], np.cumsum([part.context - part.roots[0] for part in parts])])
     offsets = zip(parts, starts[:-1], query_starts[:-1] - firsts, strict=True)
@@ -174,7 +174,7 @@ def _pair_fields(order: Array, alive: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a row takes from one sample."""
+    """What one sample contributes to a row."""
 
     roots: Array
     lifetimes: Array

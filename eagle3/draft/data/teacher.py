@@ -94,7 +94,7 @@ def cached_stats(path: Path, key: str, compute: Callable[[], StatsBySample]) -> 
                 ids, sizes = orjson.loads(file.metadata()["ids"]), file.get_tensor("sizes").tolist()
                 return StatsBySample(ids, sizes, TeacherStats(*map(file.get_tensor, TeacherStats._fields)))
     computed = compute()
-    # All processes took part in computing: none still looks for the file.
+    # All processes have finished computing, so none is still looking for the file.
     if parallel.rank() == 0:
         tensors = {"sizes": torch.tensor(computed.sizes), **computed.joined._asdict()}
         with atomic_write(path) as temporary:

@@ -1,4 +1,4 @@
-"""Whether an earlier draft model's configuration fits that of the draft model that takes its weights."""
+"""Checks that an earlier draft model's configuration matches that of the draft model that takes its weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMPARED = (
     "norm_before_residual",
 )
 _COMPARED_BY_ATTENTION = {"gqa": ("num_key_value_heads", "head_dim"), "mla": tuple(LatentShape.model_fields)}
-# These the user decides; everything else comes from the target.
+# Set by the user; everything else comes from the target.
 _DRAFT_SETTINGS = (
     "attention",
     "intermediate_size",
@@ -82,7 +82,7 @@ def _remedy(differing: list[str], found: dict[str, Any], target: Target) -> str:
     latent_target = "kv_lora_rank" in target.config
     fixed = [name for name in differing if name not in _SETTINGS]
     if latent_target and found.get("head_dim", 0) * found.get("num_attention_heads", 0) == target.hidden_size:
-        # There the size of a head follows from their number.
+        # For such targets the head size follows from the number of heads.
         fixed = [name for name in fixed if name != "head_dim"]
     if found["attention"] == "mla" and not latent_target:
         fixed.append("attention")

@@ -14,7 +14,7 @@ from eagle3.errors import Eagle3Error
 
 
 class Norm(nn.Module):
-    """Carries the weight of an RMSNorm."""
+    """Holds the weight of an RMSNorm."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
     """The one decoder layer."""
 
     self_attn: Any
-    """the projections, named as the kind of attention names them"""
+    """the projections, under the names that this kind of attention uses"""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from eagle3.draft.model.network import Draft
 from eagle3.errors import Eagle3Error
 from eagle3.target.pin import Target
 
-# In files of other trainers, and not weights of the draft: the target's embedding, the vocabulary map.
+# Tensors in other trainers' files that are not weights of the draft: the target's embedding, the vocabulary map.
 _NOT_WEIGHTS = frozenset({"embed_tokens.weight", "d2t", "t2d"})
 
 

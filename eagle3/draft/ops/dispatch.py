@@ -36,10 +36,10 @@ def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class CudaGraphed:
-    """Calls a function on a GPU as one CUDA graph: many small kernels at the price of launching one.
+    """Calls a function on a GPU as one CUDA graph: many small kernels at the cost of launching one.
 
-    The function takes tensors that may be others at every call, returns nothing, and otherwise works in place on
-    tensors that stay where they are, without asking the GPU for anything. Elsewhere it is simply called.
+    The function's arguments are tensors, which may differ between calls. It returns nothing, works in place on tensors
+    whose storage never changes, and never waits for the GPU. On other devices it is simply called.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:

@@ -17,7 +17,7 @@ def add_rows(total: Tensor, rows: Tensor, x: Tensor) -> None:
 
 
 def sum_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Sum x[rows[offsets[i] : offsets[i+1]]] for every i."""
+    """Return [n, H]: row i is the sum of x[rows[offsets[i] : offsets[i+1]]]; `offsets` has n+1 elements."""
     if x.is_cuda:
         from eagle3.draft.ops.rows_kernel import sum_rows as kernel
 

@@ -1,5 +1,5 @@
 """Checkpoints in a stage's work folder: written atomically, rotated, refused if the run's identity changed, and
-skipped with a message if damaged.
+removed with a message if damaged.
 
 A checkpoint is a folder `.checkpoints/step-<n>`; the best weights so far are in `.checkpoints/best-<n>`. Each folder
 has the digests of its files, since training would otherwise silently continue from a flipped byte. All randomness of

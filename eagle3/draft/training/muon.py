@@ -1,6 +1,6 @@
 """Muon for the matrices of a draft model: updates with all singular values near 1.
 
-K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024; scaled to AdamW's usual step as in
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024; scaled to AdamW's typical step as in
 "Muon is scalable for LLM training" (arXiv 2502.16982), so that both take one learning rate. torch.optim.Muon computes
 the same, but cannot skip a step without waiting for the GPU, nor split the work among processes.
 """

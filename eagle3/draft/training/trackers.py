@@ -49,7 +49,7 @@ def scalars(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in record.items():
         parts = {f"{name}/{t}": part for t, part in enumerate(value)} if isinstance(value, list) else {name: value}
-        # Ratios without any case are None.
+        # Ratios with a divisor of 0 are None.
         found |= {f"{kind}/{tag}": part for tag, part in parts.items() if isinstance(part, int | float)}
     del found[f"{kind}/step"]
     return found

@@ -50,7 +50,7 @@ from eagle3.target.weights import HeadWeights
 
 @dataclass
 class TrainingState:
-    """How far a run has come; part of every checkpoint, as JSON."""
+    """The progress of a run; part of every checkpoint, as JSON."""
 
     step: int = 0
     """finished optimiser steps"""
@@ -121,7 +121,7 @@ class Trainer:
             bar.update(self.state.tokens)
             if self.timing is not None:
                 self.timing.restart()
-            # A run that was asked to end during an evaluation has left it to this one.
+            # If the last start was asked to end during an evaluation, that evaluation is still due.
             self._evaluate_when_due()
             for number in range(first, len(self.steps)):
                 before = self.state.tokens
@@ -130,7 +130,7 @@ class Trainer:
                 self._evaluate_when_due()
                 if self._due(self.machine.checkpoint_every):
                     self._save()
-                # Processes ask each other only where they wait for each other anyway.
+                # Processes communicate only where they wait for each other anyway.
                 if parallel.world() == 1 or self._due(self.settings.log_every):
                     self._end_if_asked()
         return self._finish()
@@ -286,7 +286,7 @@ class Trainer:
 
     @contextmanager
     def _noting_sigterm(self) -> Iterator[None]:
-        """Only note SIGTERM: training then saves and ends after its step, or after its row of an evaluation."""
+        """Only note SIGTERM: training saves and ends after its step, or after its row of an evaluation."""
 
         def note(_signal: int, _frame: FrameType | None) -> None:
             self.asked_to_end = True

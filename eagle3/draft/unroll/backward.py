@@ -25,15 +25,15 @@ class Gradients:
     streams: Tensor
     """[M, H]: g_{t-1}, the input of every step"""
     d_results: Tensor
-    """[M, H]"""
+    """[M, H]: of g_t"""
     d_middle: Tensor
-    """[M, H]"""
+    """[M, H]: of the residual stream between attention and MLP"""
     activated: Tensor
     """[M, I]: the input of the down projection"""
     d_projected_context: Tensor
-    """[C, K]"""
+    """[C, K]: of `Activations.projected_context`"""
     d_projected: Tensor
-    """[M, Q + K]"""
+    """[M, Q + K]: of `Activations.projected`"""
     keys: KeyValues
 
 
@@ -122,7 +122,7 @@ def _weights_backward(a: Activations, g: Gradients) -> None:
     w, feature, first = a.weights, a.weights.projections.feature, a.row.alive[0]
     weight_backward(g.d_results, g.activated, w.down)
     del g.d_results, g.activated
-    # By now the gradient of gate and up.
+    # `gate_up` holds its gradient by now.
     weight_backward(a.gate_up, norm(a.middle, w.post_norm, w.config.rms_norm_eps), w.gate_up)
     del a.gate_up, a.middle
     weight_backward(g.d_middle, a.attended.flatten(1), w.output)

@@ -25,6 +25,9 @@ class Activations:
     Tensors of all steps hold one step after the other [M, ...], so that the gradient of a weight is one product over
     all of them. Backward deletes each after its last use, and overwrites some with gradients. Without a backward,
     those marked (*) hold one step only [n_0, ...], and the lists stay empty.
+
+    Shapes as in `eagle3.draft.unroll.unroll`; Hq heads of size d (values: dv), I the MLP's size, Q and K as in
+    `eagle3.draft.unroll.projections`.
     """
 
     weights: Weights
@@ -135,7 +138,7 @@ def _start(w: Weights, row: Row, tokens: Tensor, aux: Tensor, keep: bool) -> Act
 
 
 def _step(a: Activations, t: int, stream: Tensor, keep: bool) -> Tensor:
-    """g_{t-1} [n, H] -> g_t."""
+    """g_{t-1} [n, H] -> g_t [n, H]."""
     w, heads, eps = a.weights, a.weights.projections, a.weights.config.rms_norm_eps
     normed = norm(stream, w.hidden_norm, eps)
     projected = a.at(t, a.projected)

@@ -23,7 +23,7 @@ def span_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 def roots_seen_in_serving(spans: list[tuple[int, int]], unroll: int) -> dict[int, int]:
-    """Serve every generation with every possible number of accepted drafts; note which drafts mattered.
+    """Serve every generation with every possible number of accepted draft tokens; record which were verified.
 
     The target has committed x[..c]; the draft root is c-1 and draft t stands for x[c+1+t].
     """

@@ -1,7 +1,7 @@
-"""What is trained is what serving asks: every draft that would be verified, from the context it would have, no other.
+"""Training covers exactly what serving verifies: every draft token, in the context it would have, and no other.
 
-The reference serves the recorded conversations with a drafter that is right now and then, for all ways of being
-right; it knows nothing of roots, lifetimes or rows.
+The reference serves the recorded conversations with a drafter that is sometimes right, in every possible
+pattern; it does not use roots, lifetimes or rows.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ H = 2
 
 
 class Verified(NamedTuple):
-    """One draft that the target checks."""
+    """One draft token that the target verifies."""
 
     states: tuple[float, ...]
     """the target's states that the drafter has read, by their position's mark"""
     tokens: tuple[int, ...]
-    """the tokens that it has read beside them, each one place later: the second one up to the last committed one"""
+    """the tokens that it has read with them, each one position later: the second one up to the last committed one"""
     drafts: tuple[int, ...]
-    """its own earlier drafts of this step, all of them right"""
+    """its earlier draft tokens of this step, all of them right"""
     truth: int
-    """what the draft is compared with"""
+    """what the draft token is compared with"""
     judge: float
     """the target's state that decides"""
 
 
 class Document(NamedTuple):
-    """A recorded conversation: every token and state has a mark of its own."""
+    """A recorded conversation: every token and state is unique."""
 
     number: int
     length: int
@@ -62,10 +62,10 @@ class Document(NamedTuple):
 
 
 def serve(document: Document, drafts: int) -> set[Verified]:
-    """Serve every generation anew, `drafts` tokens ahead, with every possible number of right drafts at every step."""
+    """Serve every generation, `drafts` tokens ahead, with every possible number of right draft tokens at every step."""
     verified = set()
     for start, end in document.spans:
-        # The prompt gives the first token; an engine needs one token of prompt, so an answer without gives it itself.
+        # The prompt gives the first token. An engine needs one prompt token: without a prompt, the answer's first.
         waiting, seen = [max(start, 1) + 1], set()
         while waiting:
             committed = waiting.pop()
@@ -123,7 +123,7 @@ def trained(row: Row) -> list[Verified]:
 
 @st.composite
 def documents(draw: st.DrawFn) -> list[Document]:
-    """Conversations of prompts and answers by turns; some without a prompt, some with text behind the last answer."""
+    """Conversations of alternating prompts and answers; some without a prompt, some with text after the last answer."""
     found = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
         spans: Spans = []

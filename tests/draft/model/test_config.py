@@ -1,4 +1,4 @@
-"""What a draft takes over from the target's config."""
+"""What a draft model takes from the target's config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(rope: dict[str, Any], key: str = "rope_parameters") -> DraftConfig
 
 
 def test_a_draft_is_rotated_whole_where_the_target_rotates_a_part() -> None:
-    """Engines heed the factor in the draft's config, and so do the frequencies of the scaled types."""
+    """Engines read the factor in the draft's config, and so do the frequencies of the scaled types."""
     draft = config_of({"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5})
     assert draft.rope_parameters == {"rope_type": "default", "rope_theta": 1000.0}
 

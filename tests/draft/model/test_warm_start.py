@@ -87,7 +87,7 @@ def test_weights_are_taken_over_and_head_rows_matched_by_token(prefix: str, tmp_
     ids=["beyond", "below", "short", "whole"],
 )
 def test_a_vocabulary_of_another_target_is_refused(damage: Any, said: str, tmp_path: Path) -> None:
-    """Ids are checked before they are used as places; without a map they are the rows of lm_head."""
+    """Ids are checked before they are used as indices; without a map they are the rows of lm_head."""
     old = new()
     save_draft(old, tmp_path)
     tensors = dict(old.state_dict())

@@ -101,7 +101,7 @@ def test_gradients_of_weights_are_added_up_outside_of_float8() -> None:
     torch.testing.assert_close(torch.cat([first.grad, second.grad]), 2 * d_out.T @ x)
 
 
-def test_weights_of_other_lengths_and_the_vocabulary_stay_as_they_are() -> None:
+def test_weights_of_other_lengths_and_the_vocabulary_are_not_rounded() -> None:
     for shape in ((24, 32), (32, 24)):
         assert Weight(randn(*shape), ()).in_float8().float8 is None
     draft = random_draft(tiny_config(), torch.Generator().manual_seed(1))

@@ -75,7 +75,7 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 )
 def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, steps: int) -> None:
     n, scale = 5, 0.3
-    # Parts of larger tensors, as in the unroll: queries beside keys, heads of the log-sum-exp apart.
+    # Parts of larger tensors, as in the unroll: queries next to keys, heads of the log-sum-exp apart.
     q = randn(n, heads + groups, d)[:, :heads]
     slots = torch.randperm(n + 3, generator=torch.Generator().manual_seed(0))[:n]
     out, lse = randn(n + 3, heads, dv + 4)[..., :dv], randn(heads, n + 3).mT
@@ -92,19 +92,19 @@ def test_own_columns(kernels: Any, heads: int, groups: int, d: int, dv: int, ste
         for gradient in before:
             gradient[[start - starts[0] + n - 1 for start in starts[:steps].tolist()], 1:] = torch.nan
         changed = own_keys.KeyValues(q, q, *(x[:, 1:] for x in before), starts)
-        d_wide, d_out = randn(n + 3, heads, d), randn(n, heads, dv)
-        backward(d_q[:, :heads], d_wide, d_out, q, joint, total, slots, keys, changed, steps, scale, n - 1)
+        slot_d_q, d_out = randn(n + 3, heads, d), randn(n, heads, dv)
+        backward(d_q[:, :heads], slot_d_q, d_out, q, joint, total, slots, keys, changed, steps, scale, n - 1)
         return d_q, *before
 
     close(gradients(kernels.merge_own_keys_backward), gradients(own_keys.merge_own_keys_backward))
 
-    def spread(kernel: Any, parts: int) -> tuple[Tensor, ...]:
-        wide = randn(n + 3, heads, d), *randn(2, n + 3, heads, dv), randn(heads, n + 3).mT
-        kernel(slots, (q, randn(n, heads, dv), joint, total)[:parts], wide[:parts])
-        return wide
+    def scattered(kernel: Any, parts: int) -> tuple[Tensor, ...]:
+        buffers = randn(n + 3, heads, d), *randn(2, n + 3, heads, dv), randn(heads, n + 3).mT
+        kernel(slots, (q, randn(n, heads, dv), joint, total)[:parts], buffers[:parts])
+        return buffers
 
     for parts in (1, 4):
-        close(spread(kernels.scatter_to_slots, parts), spread(own_keys.scatter_to_slots, parts))
+        close(scattered(kernels.scatter_to_slots, parts), scattered(own_keys.scatter_to_slots, parts))
 
 
 @interpreted
@@ -205,7 +205,7 @@ def test_adamw(kernels: Any, skipped: float) -> None:
     def after(step: Any) -> tuple[Tensor, ...]:
         # Begins anywhere and ends inside a block.
         values, first, second, gradient = randn(4, 2503)[:, 3:]
-        # Where gradients are tiny, the constant below the fraction counts.
+        # Where gradients are tiny, epsilon in the divisor matters.
         first[:9], second[:9], gradient[:9] = 0, 0, 1e-8
         if skipped:
             gradient[::2] = torch.nan

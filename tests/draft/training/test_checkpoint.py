@@ -1,4 +1,4 @@
-"""Checkpoints: few of them, and a damaged one is named and passed over."""
+"""Checkpoints: only a few are kept, and a damaged one is named and skipped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 
 @pytest.mark.parametrize("file", ["step-000000005/model", "step-000000005/optimizer", "best-000000004/model"])
 def test_one_bit_of_a_tensor_is_damage(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It loads as well as before; both checkpoints here name the same best weights."""
+    """The file still loads; both checkpoints here name the same best weights."""
     filled(tmp_path, 5)
     path = tmp_path / FOLDER / f"{file}.safetensors"
     content = bytearray(path.read_bytes())
@@ -87,7 +87,7 @@ def test_without_the_best_weights_that_it_names_a_checkpoint_is_damaged(
     assert "starts over" in capsys.readouterr().err
 
 
-def test_whole_checkpoints_are_nothing_to_talk_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intact_checkpoints_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path, 3)
     Checkpoints(tmp_path, {})
     assert capsys.readouterr().err == ""

@@ -11,11 +11,11 @@ from eagle3.draft.unroll.objective import LossOutput
 from tests.draft.conftest import random_states
 
 UNROLL = 6
-# The longest chain has five drafts: none reaches the last step.
+# The longest chain has five draft tokens: none reaches the last step.
 SPANS = [[(4, 10)], [(2, 4), (6, 9), (9, 14)]], [[(1, 7)]]
 
 
-def random_outcome(row: Row, share: float, generator: torch.Generator) -> LossOutput:
+def random_output(row: Row, share: float, generator: torch.Generator) -> LossOutput:
     """Losses and hits at random, about `share` of them correct."""
     size = sum(row.alive)
     correct = torch.rand(size, generator=generator) < share
@@ -31,10 +31,10 @@ def test_rates_are_those_of_chains_followed_one_by_one(share: float) -> None:
     for number, group in enumerate(SPANS * 3):
         samples = [(random_states(f"{number}", spans[-1][1], spans, generator), spans) for spans in group]
         row = build_row(samples, UNROLL)
-        outcome = random_outcome(row, share, generator)
-        tally.add(row, outcome)
+        output = random_output(row, share, generator)
+        tally.add(row, output)
         of_row: list[list[tuple[float, bool]]] = [[] for _ in row.order]
-        pairs = iter(zip(outcome.loss.tolist(), outcome.correct.tolist(), strict=True))
+        pairs = iter(zip(output.loss.tolist(), output.correct.tolist(), strict=True))
         for alive in row.alive:
             for root in range(alive):
                 of_row[root].append(next(pairs))

@@ -1,4 +1,4 @@
-"""The optimisers against torch's own: clipping, skipping, where the kernel knows neither, and shared by processes."""
+"""The optimisers against torch's own, with clipping, skipped steps and several processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def expected(kind: str, gradients: list[float]) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_long_gradients_are_clipped_and_spoiled_ones_skipped(kind: Literal["muon", "adamw"]) -> None:
+def test_large_gradients_are_clipped_and_non_finite_ones_skipped(kind: Literal["muon", "adamw"]) -> None:
     gradients = [float("inf"), 0.01, 100.0, float("nan"), 3.0, float("inf"), 0.1]
     reference = expected(kind, gradients)
     for name, ours in trained(kind, gradients).items():
@@ -86,7 +86,7 @@ def test_orthogonal_keeps_singular_vectors_and_brings_the_values_near_one(shape:
     assert found.diagonal().max() < 1.3
 
 
-def test_nothing_comes_of_a_gradient_of_zero() -> None:
+def test_orthogonal_of_zero_is_zero() -> None:
     assert not orthogonal(torch.zeros(4, 6)).any()
 
 
@@ -99,7 +99,7 @@ def test_on_a_gpu_the_recorded_steps_are_those_of_the_cpu() -> None:
         torch.testing.assert_close(found.cpu(), reference[name], atol=slack, rtol=1e-5)
 
 
-def test_a_gradient_far_longer_than_usual_is_skipped() -> None:
+def test_a_gradient_norm_far_above_its_running_mean_is_skipped() -> None:
     weight = nn.Parameter(torch.zeros(6, 8))
     found = Optimizer([("fc.weight", weight), ("norm.weight", nn.Parameter(torch.ones(3)))], DraftSettings())
 
@@ -110,14 +110,14 @@ def test_a_gradient_far_longer_than_usual_is_skipped() -> None:
         assert float(norm) == pytest.approx(length)
         return float(skipped)
 
-    # The usual length is 1, then a tenth nearer to 90.
+    # The running mean is 1, then a tenth of the way to 90.
     assert [step(length) for length in (1.0, 101.0, 90.0, 500.0, 1200.0)] == [0, 1, 0, 0, 0]
     before = weight.detach().clone()
     assert step(1e6)
     assert torch.equal(weight, before)
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
+def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
     settings = DraftSettings(learning_rate=0.3, warmup=0.1)
     rates = [learning_rate(settings, step, 200) for step in range(200)]
     assert rates[:20] == pytest.approx([0.3 * (step + 1) / 20 for step in range(20)])
@@ -129,7 +129,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_as_a_cosine() -> None:
     assert learning_rate(DraftSettings(learning_rate=0.3, warmup=0.0), 0, 1) == 0.3
 
 
-# Kind, and the parameters: sizes that divide badly, and a single matrix for three ranks of Muon.
+# Kind, and the parameters: sizes that do not divide evenly, and a single matrix for three ranks of Muon.
 SHARED: list[tuple[Literal["muon", "adamw"], dict[str, tuple[int, ...]]]] = [
     ("muon", SHAPES | {"q.weight": (16, 40), "bias": (23,)}),
     ("muon", {"fc.weight": (24, 40), "lm_head.weight": (31, 24), "norm.weight": (5,)}),
@@ -172,7 +172,7 @@ def train_shared(folder: Path, first: int, last: int) -> None:
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_any_number_of_processes_trains_and_continues_as_one_does(tmp_path: Path) -> None:
-    """Three ranks go half the way; one and two go on from there, and all end where one went alone."""
+    """Three ranks train half of the steps; one and two continue from there. All end where one rank alone does."""
     alone, shared, resumed = (tmp_path / name for name in ("alone", "shared", "resumed"))
     for folder in (alone, shared, resumed):
         folder.mkdir()

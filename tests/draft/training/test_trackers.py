@@ -1,4 +1,4 @@
-"""The log of a training, as TensorBoard and Weights & Biases receive it."""
+"""The log of a training run, as TensorBoard and Weights & Biases receive it."""
 
 from __future__ import annotations
 

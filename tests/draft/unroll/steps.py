@@ -53,7 +53,7 @@ class Steps:
         self.trainer._step(number, iter([self.rows[number]]))
 
     def _span(self, shrink: int) -> tuple[int, int]:
-        """The answer's place after a prompt of about 160 tokens; about 560 long, now and then three times as long."""
+        """The span of an answer after a prompt of about 160 tokens; about 560 tokens, sometimes three times as many."""
         prompt, answer = (self.random.lognormal((5.07, 6.33), (0.6, 0.55)) / shrink).astype(int).tolist()
         return prompt + 1, prompt + answer + 6
 

@@ -135,8 +135,8 @@ def test_loss_and_gradients_of_the_exact_and_the_sampled_unroll(shape: str, samp
     agree(draft, head, make_row(generator, sampled=sampled))
 
 
-# The gradient of an acceptance jumps where the draft's probability of a token crosses the target's: rounding alone puts
-# one in some hundred on the other side.
+# The gradient of an acceptance jumps where the draft's probability of a token crosses the target's: rounding alone
+# moves about one in a hundred to the other side.
 @pytest.mark.parametrize(("loss", "bound"), [("lk_alpha", 0.12), ("lk_lambda", 0.04)])
 def test_other_losses(loss: Loss, bound: float) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -238,7 +238,7 @@ def test_new_lengths_rarely_recompile(shape: str, loss: Loss, tmp_path: Path, mo
     after = compiled_kernels()
     # Two functions, of which torch would compile eight each and run the rest uncompiled.
     assert 1 <= counters["stats"]["unique_graphs"] <= 8
-    # Divisibility and such makes some variants; lengths as constants would make one a row.
+    # Divisibility and the like cause some variants; lengths as constants would cause one per row.
     assert after
     assert all(count - before.get(name, 0) < rows / 2 for name, count in after.items())
 

@@ -27,7 +27,7 @@ WHOLE = 1 << 40
 
 
 class Watch(TorchDispatchMode):
-    """Keeps the shapes of all tensors that are made, in backward, too."""
+    """Records the shapes of all tensors that are created, including in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def watch(lengths: list[int], loss: Loss = "kl", **changes: Any) -> tuple[Row, W
     with Watch() as step:
         weights = prepare(draft, torch.float32)
         hidden = unroll(weights, row, head.embedding)
-        # Losses are weighed by counts; here any will do.
+        # Losses are weighted by counts; any will do here.
         outcome = projected_loss(hidden, weights.lm_head, teacher, row, objective, [1] * UNROLL)
         hidden.backward(outcome.gradient)
     return row, step, stats
@@ -78,7 +78,7 @@ def test_nothing_is_as_large_as_a_rows_logits_or_scores(latent: bool, monkeypatc
     C = len(row.positions)
     assert step.largest < C * min(C, Vd)
     assert stats.largest < C * min(C, V)
-    # The watch does see them where they exist.
+    # The recorder does see them where they exist.
     monkeypatch.setattr(causal_attention, "BLOCK", WHOLE)
     assert watch([LENGTH], latent=latent)[1].largest >= C * C
     monkeypatch.setattr(causal_attention, "BLOCK", BLOCK)

@@ -36,7 +36,7 @@ LOSSES: list[dict[str, Any]] = [
 def dense_loss(
     outputs: list[Tensor], lm_head: Tensor, head: HeadWeights, ids: Tensor, row: Row, settings: DraftSettings
 ) -> Tensor:
-    """The definition, straight: every teacher and student distribution whole, in the dtype of the inputs."""
+    """The plain definition: every teacher and student distribution in full, in the dtype of the inputs."""
     states = row.teacher.to(lm_head.dtype)
     normed = states / (states.pow(2).mean(-1, keepdim=True) + head.rms_norm_eps).sqrt() * head.norm
     logits = normed @ head.lm_head.T

@@ -149,7 +149,7 @@ def test_a_pass_without_gradients_keeps_nothing_for_a_backward(monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["eagle-3", "mla, all options"])
 def test_a_pass_makes_its_tensors_where_its_inputs_are(name: str) -> None:
-    """As on a device without kernels, such as Apple's: here a tensor that is made anywhere else is on `meta`."""
+    """As on a device without kernels, such as Apple's: here a tensor created anywhere else is on `meta`."""
     generator = torch.Generator().manual_seed(6)
     states = random_states("a", 30, [(3, 20)], generator)
     head, draft = random_head(generator), random_draft(tiny_config(**VARIANTS[name]), generator)
