@@ -6,6 +6,7 @@ python -m tests.engines.owner FOLDER (normal | exception | wait) MANNER-OF-THE-S
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -36,4 +37,6 @@ def main(folder: Path, manner: str, server: str) -> None:
 
 
 if __name__ == "__main__":
+    # Ignored signals are inherited, for instance from `nohup`.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     main(Path(sys.argv[1]), *sys.argv[2:])
